@@ -15,7 +15,7 @@ fn main() {
         println!("cargo::rerun-if-changed={log}");
         git(&["rev-parse", "--short=12", "HEAD"])
     });
-    let variable = |name: &str| std::env::var(name).expect("cargo sets it for build scripts");
+    let variable = |name: &str| std::env::var(name).expect("cargo sets this variable");
     println!("cargo::rustc-env=FERRITE_BUILD_COMMIT={}", commit.as_deref().unwrap_or("unknown"));
     println!("cargo::rustc-env=FERRITE_BUILD_PROFILE={}", variable("PROFILE"));
     println!("cargo::rustc-env=FERRITE_BUILD_TARGET={}", variable("TARGET"));

@@ -19,7 +19,7 @@ use crate::output;
 use crate::server::Server;
 use crate::settings::Address;
 
-/// The most redirects of one command. A cluster that works needs two.
+/// Maximum number of redirects of one command. A healthy cluster needs at most two.
 pub(crate) const REDIRECTS_MAX: u32 = 16;
 
 /// Returns where a reply redirects the command to, if redirects are followed. A redirect inside a

@@ -121,7 +121,7 @@ async fn receive_reply(
 }
 
 /// Returns the module's section of INFO, for an engine that has no section `rdma` of its own. If
-/// the module is not loaded, the section is empty, and this prints a note.
+/// the module is not loaded, the section is empty, and this function prints a note.
 async fn info_rdma(server: &mut Server) -> anyhow::Result<Frame> {
     let frame = server.request(&["INFO", "ferrite_rdma"]).await?;
     if is_empty_text(&frame.value()?) {

@@ -136,7 +136,7 @@ fn reports_connection_errors_and_wrong_usage() {
 }
 
 #[test]
-fn help_has_the_exit_codes_of_the_table() {
+fn help_lists_the_exit_codes_once() {
     for word in ["-h", "--help"] {
         let help = stdout(&cli(&[word]).output().expect("start ferrite-cli"));
         assert!(help.contains(&ferrite_config::exit_code::help_of_cli()), "{help}");

@@ -68,7 +68,7 @@ fn escapes_control_characters_on_a_terminal() {
     ];
     for (words, replies) in cases {
         let shown = on_terminal(&server(replies), words);
-        // The progress bar erases its line.
+        // Leaves out the sequence with which the progress bar erases its line.
         let text = String::from_utf8_lossy(&shown).replace("\r\x1b[2K", "");
         assert!(has(&shown, b"owned"), "{words:?}: {text:?}");
         assert!(!text.contains(['\x1b', '\x07']), "{words:?}: {text:?}");

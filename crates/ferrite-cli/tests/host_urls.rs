@@ -96,7 +96,8 @@ fn connects_over_tls() {
     assert_eq!(stdout(&named), "PONG\n", "{}", stderr(&named));
 }
 
-/// The engine takes the handshake for a command, and waits for the end of that command.
+/// An engine without TLS reads the TLS handshake as a command, and waits for the end of that
+/// command.
 #[test]
 fn says_that_a_port_may_not_speak_tls() {
     let port = free_port().to_string();

@@ -299,8 +299,8 @@ fn needed_mib(message: &str) -> u64 {
     number.unwrap_or_else(|| panic!("expected `about N MiB` in: {message}"))
 }
 
-/// The usual limit of locked memory suffices for one of the two devices. Over the other device,
-/// ferrite-cli names the limit, the memory that it needs in all, and the fix.
+/// With the usual limit of locked memory, ferrite-cli can use one of the two devices. If it
+/// connects over the other device, it names the limit, the whole memory that it needs, and the fix.
 #[test]
 fn names_the_whole_memory_that_is_needed() {
     let limit = |mib: u64| format!("{OPEN} && ulimit -l {}", mib << 10);

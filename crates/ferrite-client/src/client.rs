@@ -269,8 +269,9 @@ impl Client {
     }
 }
 
-/// Returns whether an error means that the connection failed. An error reply of the server does
-/// not. Redis-rs would reconnect after a rejected AUTH, which could only fail again.
+/// Returns whether an error means that the connection failed. An error reply of the server does not
+/// mean that, even for AUTH: redis-rs would reconnect after a rejected AUTH, only to be rejected
+/// again.
 pub(crate) fn is_connection_error(error: &RedisError) -> bool {
     if error.kind() == ErrorKind::AuthenticationFailed {
         return false;

@@ -1,5 +1,5 @@
-//! What the tests of the cluster client share: connections, load, and redis-rs's own client beside
-//! it.
+//! What the tests of the cluster client share: connections, load, and redis-rs's own client for
+//! comparison.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 #![expect(clippy::print_stdout, reason = "shows what a longer test has measured")]
 
@@ -127,9 +127,9 @@ async fn write_and_read(
     Ok(read == Some(round))
 }
 
-/// Runs load on a cluster with three primaries and a replica of the first, while slots move from
-/// the second primary to the third, and while the first is killed and the replica takes over.
-/// redis-rs's own client over TCP has the same load at the same time.
+/// Runs load on a cluster with three primaries and a replica of the first primary. Meanwhile, slots
+/// move from the second primary to the third. Then the first primary is killed, and its replica
+/// takes over. redis-rs's own client over TCP has the same load at the same time.
 pub(crate) async fn changes_under_load(
     shape: &Shape<'_>,
     builder: impl Fn(&Cluster) -> ClusterClientBuilder,

@@ -97,7 +97,7 @@ async fn pipelines_may_have_keys_of_all_slots() {
         assert_eq!(error.code(), Some("WRONGTYPE"));
         assert!(replies[1].is_ok());
 
-        // A transaction has one slot.
+        // The keys of a transaction must belong to one slot.
         let (value,): (i64,) = redis::pipe()
             .atomic()
             .set("{slot}a", 5)
@@ -165,7 +165,7 @@ async fn replicas_serve_reads_if_the_policy_says_so() {
             (ReadFrom::ReplicasInTurn, true),
         ] {
             if replicas_serve {
-                // CLUSTER SLOTS leaves out a replica until the node has heard of its offset.
+                // CLUSTER SLOTS leaves out a replica until the node knows its replication offset.
                 cluster.wait_until("the replicas in CLUSTER SLOTS", |cluster, number| {
                     let slots: Vec<Vec<redis::Value>> = cluster.ask(number, &["CLUSTER", "SLOTS"]);
                     slots.iter().map(|range| range.len() - 3).sum::<usize>() == 3

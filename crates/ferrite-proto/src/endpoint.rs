@@ -91,7 +91,7 @@ pub struct Endpoint {
     send: SendWindow,
     outbox: Outbox,
     writes_in_flight: u32,
-    /// Number of writes and messages that the caller got to post since anything last arrived from
+    /// Number of writes and messages that the caller was given to post since the last arrival from
     /// the peer.
     unseen: u32,
     /// When [`handle_timeout`](Self::handle_timeout) last saw that something had arrived.

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A link carries messages, in order on each of its channels. Each class has a channel. A message
-//! consists of whole records of one or more streams. It takes what is ready when it is begun, as
-//! far as there is room, and does not wait for more.
+//! consists of whole records of one or more streams. It is packed from the records that are ready
+//! at that time, up to the maximum size. A message that is not full does not wait for more.
 
 mod cause;
 mod config;
@@ -52,7 +52,7 @@ pub enum Received<'a> {
     Opened {
         /// The stream.
         stream: StreamId,
-        /// Where it leads.
+        /// The destination and the source of the stream.
         route: Route,
     },
     /// Bytes of a stream. The driver passes them on and reports that with [`Mux::consume`]. It
@@ -75,9 +75,9 @@ pub enum Received<'a> {
 pub enum End {
     /// Both sides have sent all their bytes, and this side has consumed those of the peer.
     Finished,
-    /// This side has reset it, because of a limit.
+    /// This side has reset the stream, because of a limit.
     Reset(Cause),
-    /// The peer has reset it. Bytes that were not consumed are lost.
+    /// The peer has reset the stream. Bytes that were not consumed are lost.
     ResetByPeer(Cause),
 }
 
@@ -86,7 +86,7 @@ pub enum End {
 pub struct Ended {
     /// The stream.
     pub stream: StreamId,
-    /// How it ended.
+    /// How the stream ended.
     pub end: End,
 }
 
@@ -164,7 +164,7 @@ impl Mux {
     /// Creates one end. `side` is this side's role in the link.
     ///
     /// # Errors
-    /// If it could not work with these limits.
+    /// If a multiplexer cannot work with these limits.
     pub fn new(side: Side, config: Config) -> Result<Self, ConfigError> {
         config.check()?;
         Ok(Self {
@@ -230,7 +230,7 @@ impl Mux {
         self.table.get(stream).map(|stream| stream.sending.class)
     }
 
-    /// Returns how many bytes a stream may send now, as far as the peer's credit goes.
+    /// Returns how many bytes the peer's credit allows a stream to send now.
     #[must_use]
     pub fn credit(&self, stream: StreamId) -> u32 {
         self.table.get(stream).map_or(0, |stream| stream.sending.credit)
@@ -269,7 +269,7 @@ impl Mux {
         if self.is_peer_going_away {
             return Err(OpenError::GoingAway);
         }
-        // A stream whose RESET waits is still open at the peer.
+        // A stream whose RESET is not sent yet is still open at the peer.
         let open = self.table.opened_by(self.side) + self.schedule.waiting_resets(self.side);
         if !self.config.has_room(class, open) {
             return Err(OpenError::TooManyStreams);
@@ -305,8 +305,8 @@ impl Mux {
         self.finish(stream);
     }
 
-    /// Ends a stream in both directions. The peer gets the cause, and its program a reset
-    /// connection. Does nothing if the stream has ended.
+    /// Ends a stream in both directions. The peer receives the cause, and resets the connection of
+    /// its program. Does nothing if the stream has ended.
     pub fn reset(&mut self, stream: StreamId, cause: Cause) {
         let Some(it) = self.remove(stream) else { return };
         // The peer does not know a stream whose OPEN was not sent.

@@ -10,8 +10,8 @@
 /// What a proxied command means for the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionCommand {
-    /// The command may change the database, a transaction or tracking. The engine reports these to
-    /// whoever asks for the client by its id.
+    /// The command may change the database, a transaction or tracking. The engine reports all three
+    /// if it is asked about the client by id.
     ChangesState,
     /// The command begins a transaction (MULTI). The session cannot run commands itself in a
     /// transaction.
@@ -47,8 +47,8 @@ impl SessionCommand {
             b"RESET" => Self::Resets,
             b"WAIT" | b"WAITAOF" => Self::AsksForWrites,
             b"ASKING" => Self::AffectsNext,
-            // These have several replies or none, have replies without a request, or may end the
-            // connection.
+            // These commands have several replies or none, have replies without a request, or may
+            // end the connection.
             b"SUBSCRIBE" | b"PSUBSCRIBE" | b"SSUBSCRIBE" | b"UNSUBSCRIBE" | b"PUNSUBSCRIBE"
             | b"SUNSUBSCRIBE" | b"MONITOR" | b"SYNC" | b"PSYNC" | b"REPLCONF" | b"QUIT"
             | b"CLIENT|KILL" | b"CLIENT|REPLY" => Self::PinsToProxy,

@@ -94,7 +94,7 @@ def test_values_go_over_tls_with_asyncio(tls):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_refuses_strangers_and_required_rdma(tls):
+def test_refuses_untrusted_servers_and_required_rdma(tls):
     port, _ = tls
     with pytest.raises(redis.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
         ferrite.Redis.from_url(f"rediss://localhost:{port}", retry=None).ping()

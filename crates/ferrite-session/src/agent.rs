@@ -1,6 +1,6 @@
 //! The agent: carries TCP connections between the programs of a group of hosts, over one link for
-//! each pair of hosts. Without TLS, there is one for each direction. Programs and engines are not
-//! changed.
+//! each pair of hosts. Without TLS, each pair has two links, one for each direction. Programs and
+//! engines are not changed.
 //!
 //! ```text
 //! client, replica, bus ─► 127.1.0.2:7001 ─► agent ══ one link, many streams ══► agent ─► engine
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Each host has a loopback address, its alias, which all hosts know it by. Engines bind the alias
-//! of their host. On the other hosts the agent listens there. The engine sees the alias of the
-//! program's host, and the program's port.
+//! of their host. On each other host, the agent listens at this alias. The engine sees the alias of
+//! the program's host, and the program's port.
 //!
 //! In transparent mode there are no aliases: the kernel redirects connections to peers to one
 //! listener of the agent. The engine sees the program's own address and port.
@@ -66,7 +66,8 @@ use self::peers::Peers;
 use self::stats::Counters;
 pub use self::stats::{AgentPeerStats, AgentStats};
 
-/// Connections that wait to be accepted at a port of an alias, as engines have it.
+/// Maximum number of connections that wait to be accepted at a port: the default of engines
+/// (`tcp-backlog`).
 const BACKLOG: u32 = 511;
 
 /// A task that runs until it ends, or until the agent does.
@@ -88,9 +89,9 @@ pub struct AgentHandle {
 /// The listeners for local programs.
 #[derive(Debug)]
 pub struct LocalListeners {
-    /// Those at the aliases of the peers.
+    /// The listeners at the aliases of the peers.
     aliases: Vec<(Arc<Peer>, TcpListener)>,
-    /// In transparent mode, the one for redirected connections.
+    /// In transparent mode, the listener for redirected connections.
     redirected: Option<TcpListener>,
 }
 
@@ -100,7 +101,7 @@ struct Shared {
     fabric: Fabric,
     config: RwLock<Arc<AgentConfig>>,
     ports: PortSet,
-    /// The local address of links that this agent connects.
+    /// The local address from which this agent opens links.
     local: Option<SocketAddr>,
     /// Mutual TLS with all peers.
     tls: Option<AgentTls>,
@@ -169,8 +170,9 @@ impl Agent {
     }
 
     /// Carries connections until `end` is ready, or a listener for links fails. Then accepts
-    /// nothing new, and lets connections end, at most for [`AgentConfig::drain_timeout`]. Those
-    /// that are left are reset, as are all if this future is dropped.
+    /// nothing new, and lets connections end, at most for [`AgentConfig::drain_timeout`]. After
+    /// that, resets the connections that are still open. Dropping this future resets all
+    /// connections.
     ///
     /// # Errors
     /// Returns an error if a listener for links fails.
@@ -213,21 +215,22 @@ impl Agent {
         let drained = async {
             loop {
                 tokio::select! {
-                    biased; // what waits to be started has not ended
+                    biased; // starts waiting tasks first, because the drain must wait for them, too
                     Some(task) = self.tasks.recv() => { tasks.spawn(task); }
                     ended = tasks.join_next() => if ended.is_none() { break },
                 }
             }
         };
-        // Dropping `tasks` ends those that are left, which resets their connections.
+        // At the end of this function, dropping `tasks` ends the tasks that still run, which resets
+        // their connections.
         let _ = timeout(self.shared.config().drain_timeout, drained).await;
         served
     }
 }
 
 impl AgentHandle {
-    /// Changes the settings for connections from now on. Only these change: protected mode, direct
-    /// connections and the drain timeout.
+    /// Changes the settings for new connections. Only protected mode, direct connections and the
+    /// drain timeout can change; changes of other settings have no effect.
     pub fn reconfigure(&self, change: impl FnOnce(&mut AgentConfig)) {
         let mut config = self.shared.config.write().unwrap_or_else(PoisonError::into_inner);
         change(Arc::make_mut(&mut config));
@@ -247,7 +250,8 @@ impl AgentHandle {
         stats
     }
 
-    /// Checks that there is a link to each peer of the settings. Connects where there is none.
+    /// Checks that there is a link to each peer of the settings. If there is none, tries to open
+    /// one first.
     ///
     /// # Errors
     /// Returns the peers without a link, with the cause as far as it is known.

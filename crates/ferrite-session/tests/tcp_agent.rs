@@ -68,7 +68,7 @@ impl Running {
     }
 }
 
-/// An agent, and a peer of it that opens whatever the test wants.
+/// An agent, and a peer that opens any stream that the test wants.
 struct Hostile {
     agent: Running,
     handle: MuxHandle<TcpStream>,
@@ -137,7 +137,7 @@ async fn peer_reaches_only_engines_of_this_host_and_only_as_itself() {
     hostile.assert_refused(source, at(hostile.alias, engine.port()), "destination").await;
     hostile.assert_refused(source, at(own, 22), "port").await;
     assert_eq!(hostile.agent.handle.stats().peers[0].links.len(), 1, "the link stays");
-    // The stream that keeps the rules is connected, from the peer's own address.
+    // A stream that obeys the rules is connected, from the peer's alias.
     let mut program = hostile.open(source, engine).await;
     let (mut accepted, from) = hostile.engine.accept().await.expect("accept");
     assert_eq!(from, source);
@@ -175,13 +175,13 @@ async fn link_from_an_unknown_address_is_refused() {
     agent.finish().await;
 }
 
-/// Two agents that are peers of each other. They deliver nothing: both are on this host, so the
-/// first one itself listens where an engine of the second one would.
+/// Two agents that are peers of each other. They deliver no streams: both are on this host, so the
+/// first agent listens at the address where an engine of the second host would listen.
 struct Pair {
     agents: [Running; 2],
     /// The addresses where the agents listen for links.
     addresses: [SocketAddr; 2],
-    /// The addresses from which their links come.
+    /// The addresses from which the agents open links.
     ips: [Ipv4Addr; 2],
     /// Where programs of the first host reach the second one.
     destination: SocketAddr,
@@ -280,7 +280,7 @@ async fn agents_with_tls_that_connect_at_once_keep_one_link() {
         for agent in &pair.agents {
             until_async("a link", async || agent.handle.check_links().await.is_ok()).await;
         }
-        // The second link ends after a second, if there was one.
+        // If there were two links, one of them ends after a second.
         until_async("one link", async || {
             pair.agents.iter().all(|agent| {
                 let peer = agent.handle.stats().peers.remove(0);
@@ -336,7 +336,8 @@ async fn certificate_of_another_host_gives_no_link_in_either_direction() {
     pair.finish().await;
 }
 
-/// The certificate decides who the peer is, and the peer whose streams may come from.
+/// The certificate decides which peer a link belongs to. Only the alias of that peer is a valid
+/// source of the link's streams.
 #[tokio::test]
 async fn peer_with_tls_speaks_for_its_own_alias_alone() {
     let certificates = Certificates::new();
@@ -364,7 +365,7 @@ async fn peer_with_tls_speaks_for_its_own_alias_alone() {
         agent.handle.stats().peers.iter().map(|peer| peer.links.len()).eq([0, 1])
     })
     .await;
-    // Port 1 is not delivered. That is checked after the source.
+    // Port 1 is not in `deliver`. The agent checks the port after the source.
     for (alias, cause) in [(aliases[0], "source"), (aliases[1], "port")] {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("listen");
         let socket = TcpStream::connect(listener.local_addr().expect("an address"));

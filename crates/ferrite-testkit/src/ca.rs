@@ -16,7 +16,7 @@ pub struct Ca(CertifiedIssuer<'static, KeyPair>);
 pub struct Issued {
     /// The certificate.
     pub certificate: Vec<u8>,
-    /// Its private key.
+    /// The private key of the certificate.
     pub key: Vec<u8>,
 }
 
@@ -26,7 +26,7 @@ impl Ca {
     /// # Panics
     /// If its certificate cannot be created.
     #[must_use]
-    #[expect(clippy::new_without_default, reason = "every authority is another one")]
+    #[expect(clippy::new_without_default, reason = "each call creates another authority")]
     pub fn new() -> Self {
         let mut params = params(&[], "authority");
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

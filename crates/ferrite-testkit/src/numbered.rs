@@ -69,10 +69,11 @@ impl NumberedCommands {
         Self { stop, counts, sessions }
     }
 
-    /// Waits until each session has got `more` replies.
+    /// Waits until each session has received `more` further replies.
     ///
     /// # Panics
-    /// If a session fails, or does not get them in time. `what` says when that was.
+    /// If a session fails, or does not receive them in time. The message contains `what`, which
+    /// describes the moment.
     pub async fn wait_for(&self, more: u64, what: &str) {
         let answered = |counts: &Arc<Counts>| counts.answered.load(Ordering::Relaxed);
         let goals: Vec<_> = self.counts.iter().map(|counts| answered(counts) + more).collect();
@@ -184,7 +185,7 @@ impl Gaps {
         self.0.push(gap);
     }
 
-    /// Returns the longest one.
+    /// Returns the longest gap.
     #[must_use]
     pub fn longest(&self) -> Duration {
         self.0.iter().copied().max().unwrap_or_default()

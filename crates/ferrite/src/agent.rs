@@ -38,14 +38,14 @@ use crate::{address, log, output};
 /// has a loopback address, its alias. Engines bind the alias of their host, and all programs use
 /// the aliases. On each host the agent listens at the aliases of the other hosts.
 ///
-/// With --mode transparent there are no aliases: the kernel redirects connections to the peers'
-/// ports to the agent, and engines see the addresses of the programs. That needs CAP_NET_ADMIN and
-/// CAP_NET_RAW.
+/// With --mode transparent there are no aliases: if a program connects to a port of a peer, the
+/// kernel redirects the connection to the agent, and engines see the addresses of the programs.
+/// This mode needs CAP_NET_ADMIN and CAP_NET_RAW.
 ///
 /// With --tls-cert-file, --tls-key-file and --tls-ca-cert-file, agents authenticate each other by
 /// TLS. Without them, a peer is recognised by its address alone: use the agent only in a network
-/// where nobody else can have these addresses. It then does not start with addresses of a network
-/// unless --allow-unauthenticated-peers yes is given. RDMA is never encrypted.
+/// where nobody else can have these addresses. Without TLS, the agent accepts addresses other than
+/// loopback only with --allow-unauthenticated-peers yes. RDMA is never encrypted.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -76,16 +76,17 @@ Without aliases, as root; the same on all hosts but for --listen and the certifi
     --ports 7000-7009,17000-17009 \\
     --tls-cert-file host1.crt --tls-key-file host1.key --tls-ca-cert-file ca.crt
 
-A connection to the alias of a host that has no link is reset after 300 ms at most. The agent tries
-again after 5 s, and after each further failure twice as long, up to 60 s. A link that is lost resets
-its connections.
+While there is no link to a host, connections to its alias are reset after 300 ms at most. The agent
+tries to open the link again after 5 s, and after each further failure twice as long, up to 60 s. If
+a link is lost, its connections are reset.
 
 While an engine requires no password, connections of other hosts to it are refused. Set requirepass
 and masterauth in the engines, or start the agent with --protected-mode no.
 
-On SIGTERM and SIGINT the agent accepts nothing new, lets connections end and exits with code 0. What
-is left after --drain is reset. A second signal resets all connections at once; the exit code is then
-1. On SIGHUP the agent reads its settings again and applies those that can change.
+On SIGTERM and SIGINT the agent accepts nothing new, lets connections end and exits with code 0.
+Connections that are still open after --drain are reset. A second signal resets all connections at
+once; the exit code is then 1. On SIGHUP the agent reads its settings again and applies those that
+can change.
 
 JSON lines: {event: listening, address?, addresses[], mode, alias, peers[], ports, rdma,
   admin?},
@@ -128,7 +129,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     runtime.block_on(serve(setup))
 }
 
-/// Raises the limit of open files as far as it may be: the agent has a socket for each peer and
+/// Raises the soft limit of open files to the hard limit: the agent has a socket for each peer and
 /// port, and one for each connection.
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
@@ -175,7 +176,8 @@ fn alias_config(values: &Values) -> anyhow::Result<AgentConfig> {
         let address = address.map_err(|why| anyhow::anyhow!("--peer {word}: {why}"))?;
         let peer = AgentPeer::new(alias, address);
         let host = ferrite_config::address::split(at).map_or(at, |(host, _)| host);
-        // An address with an interface is no name of a certificate; its address alone may be.
+        // A certificate cannot have the name of an address with an interface (`fe80::1%eth0`). Such
+        // a peer has only the name that `AgentPeer::new` gives it.
         Ok(match ServerName::try_from(host.to_owned()) {
             Ok(name) => AgentPeer { name, ..peer },
             Err(_) => peer,
@@ -217,7 +219,7 @@ fn reconfigure(config: &mut AgentConfig, values: &Values) {
     };
 }
 
-/// Refuses to start with addresses of a network, unless the user has accepted the risk.
+/// Without TLS, refuses addresses other than loopback, unless the user has accepted the risk.
 fn check_authentication(
     values: &Values,
     config: &AgentConfig,
@@ -226,7 +228,7 @@ fn check_authentication(
     if config.tls.is_some() {
         if values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
             let why = "allow-unauthenticated-peers yes contradicts tls-cert-file, with which all \
-                       peers are authenticated; remove one of them";
+                       peers are authenticated; remove one of the two settings";
             return Err(WrongSettings(why.into()));
         }
         return Ok(());
@@ -238,7 +240,7 @@ fn check_authentication(
     };
     if !values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
         return Err(WrongSettings(format!(
-            "{address} is an address of a network, and there is no TLS: everybody who can have the \
+            "{address} is not a loopback address, and there is no TLS: any host that takes the \
              address of a peer can reach the engines' ports. Set tls-cert-file, tls-key-file and \
              tls-ca-cert-file or, if only trusted hosts are in this network, start with \
              --allow-unauthenticated-peers yes"
@@ -251,7 +253,8 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     let Setup { options, values, config, listen } = &setup;
     let fabric_config = Config {
         program: Program::AGENT,
-        // An agent has few links, and every connection of a host waits for them.
+        // Short, because all connections to a host hang while its link is dead. There are few
+        // links, so the keepalives cost little.
         keepalive: KEEPALIVE,
         peer_timeout: PEER_TIMEOUT,
         ..fabric_config(values)
@@ -282,7 +285,8 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     let listeners = listeners.collect::<anyhow::Result<Vec<Listener>>>()?;
     let handle = agent.handle();
     let mut redirecting = transparent::redirect(&agent, &programs, config).await?;
-    // Handles signals before it reports that the agent runs: an unhandled SIGHUP would end it.
+    // Installs the signal handlers before it reports that the agent runs: without a handler, a
+    // SIGHUP would end the agent.
     let read = || options.flags.values(options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
     let admin = admin::start(values, || {
@@ -299,7 +303,7 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
             () = async { signals.next().await; } => {}
             never = transparent::keep(&mut redirecting) => match never {},
         }
-        tracing::info!("signal received, accepting nothing new; a second one ends all connections");
+        tracing::info!("signal received, accepting nothing new; a second one resets connections");
         transparent::stop(&mut redirecting).await;
         drop((stop, admin)); // the port is then free for another agent
         signals.next().await;
@@ -334,14 +338,14 @@ fn cannot_listen(address: SocketAddr, error: &std::io::Error) -> anyhow::Error {
 fn warn_of_clear_text(values: &Values, config: &AgentConfig, rdma: Rdma) {
     if config.tls.is_some() && rdma != Rdma::Forbid {
         tracing::warn!(
-            "agents authenticate each other, but what links carry over RDMA is not encrypted: \
-             whoever can read the network can read it. With rdma forbid, everything is encrypted"
+            "agents authenticate each other, but data over RDMA is not encrypted: anyone who can \
+             capture packets in the network can read it. With rdma forbid, all data is encrypted"
         );
     }
     if values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
         tracing::warn!(
             "agents do not authenticate each other and encrypt nothing \
-             (allow-unauthenticated-peers yes): whoever has the address of a peer can connect to \
+             (allow-unauthenticated-peers yes): any host with the address of a peer can connect to \
              the engines"
         );
     }

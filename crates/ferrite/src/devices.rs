@@ -246,9 +246,9 @@ impl PortEntry {
     }
 }
 
-/// Returns the network interface of a device, even if the interface has no address. For Soft-RoCE,
-/// it is the interface below the device. For a card with one interface, it is that one. Returns
-/// nothing if the card has several.
+/// Returns the network interface of a device, even if the interface has no address: for Soft-RoCE
+/// the interface that the device runs on, for a card its only interface. Returns nothing if the
+/// card has several interfaces.
 fn netdevs_of(device: &str) -> Vec<String> {
     let sysfs = std::path::Path::new("/sys/class/infiniband").join(device);
     if let Ok(parent) = std::fs::read_to_string(sysfs.join("parent")) {

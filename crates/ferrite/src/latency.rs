@@ -79,7 +79,7 @@ pub(crate) struct Latency {
 }
 
 /// Writes a figure with at most two decimals: no measurement is more exact.
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for it")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde requires this signature")]
 pub(crate) fn two_decimals<S: Serializer>(figure: &f64, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_f64((figure * 100.0).round() / 100.0)
 }

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_before_a_command_is_that_of_the_command() {
+    fn moves_json_behind_the_commands() {
         let moved = |text: &str| {
             let words = text.split(' ').map(OsString::from).collect();
             let words = with_json_last(words).into_iter();

@@ -1,6 +1,6 @@
-//! SIGTERM and SIGINT, the signals that stop a program. The gateway and `ferrite bench kv` stop in
-//! an orderly way after the first one, and at once after a second one. The relay exits at the first
-//! one.
+//! SIGTERM and SIGINT, the signals that stop a program. The gateway, the agent and `ferrite bench
+//! kv` stop in an orderly way after the first signal, and at once after a second one. The relay
+//! exits at the first signal.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 

@@ -51,9 +51,9 @@ const PICTURE: (u16, u16) = (132, 32);
 
 /// Watch the sessions, memory and devices of a module, a gateway or a relay
 ///
-/// Connects to an engine with the module, at the engine's own port, and shows its sessions. Lists,
-/// sorts and filters them, shows one in detail and kills it after a question. With --admin it reads
-/// the admin port of a gateway, a relay or a module, which has no list of sessions.
+/// Connects to an engine with the module, at the engine's own port. Lists, sorts and filters its
+/// sessions, shows one in detail, and kills it if you confirm. With --admin, reads the admin port
+/// of a gateway, a relay or a module, which has no list of sessions.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -95,8 +95,8 @@ pub(crate) struct Options {
 
 const HELP: &str = "\
 Keys: ↑ ↓ select; Enter details; k kill (asks first); s sort by the next column; r reverse; / filter
-  by a part of address, user, transport, device or path; p pause; Esc back; q quit. Tab shows the
-  boxes for which a small terminal has no place.
+  by a part of address, user, transport, device or path; p pause; Esc back; q quit. In a small
+  terminal, Tab shows the boxes that do not fit.
 
 Examples:
   ferrite top                                        the engine on this host

@@ -217,11 +217,11 @@ fn writes_man_pages_and_completions() {
         let written = std::fs::read_to_string(directory.path().join(name)).expect(name);
         assert!(written.contains("ferrite"), "{name}");
         for internal in ["write-manuals", "server-exec"] {
-            assert!(!written.contains(internal), "{name} has what users do not need: {internal}");
+            assert!(!written.contains(internal), "{name} shows the internal {internal}");
         }
     }
     for name in ["ferrite-help.1", "ferrite-bench-help-kv.1"] {
-        assert!(!directory.path().join(name).exists(), "{name} has what another page has");
+        assert!(!directory.path().join(name).exists(), "{name} repeats another page");
     }
 }
 
@@ -239,7 +239,7 @@ fn prints_help_and_version() {
 }
 
 #[test]
-fn help_has_the_exit_codes_of_the_table() {
+fn help_lists_the_exit_codes_once() {
     for arguments in [&["--help"][..], &["server", "--help"]] {
         let help = text(&ferrite(arguments).stdout);
         assert!(help.contains(&ferrite_config::exit_code::help()), "{arguments:?}: {help}");

@@ -26,7 +26,7 @@ use rustix::net;
 const TCP: &[&str] = &["--rdma", "forbid"];
 
 /// Starts hosts with agents; `None` if this process may not create namespaces.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group(count: usize, options: &[&str]) -> Option<Group> {
     let hosts = Hosts::start(count)
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
@@ -35,7 +35,7 @@ fn group(count: usize, options: &[&str]) -> Option<Group> {
 }
 
 /// Starts hosts whose agents authenticate each other.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group_with_tls(count: usize, options: &[&str]) -> Option<Group> {
     let hosts = Hosts::start(count)
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
@@ -108,9 +108,9 @@ fn agent_with_a_wrong_certificate_is_refused_by_both_sides() {
         let before = sum(&group.scrape(1), &name, "");
         let agent = group.start_agent_as(2, 2, &options);
         group.agents.push(agent);
-        // The first agent refuses the link of the second one, and counts that.
+        // The agent of host 1 refuses the link that the agent of host 2 opens, and counts it.
         until(TIMEOUT, cause, || sum(&group.scrape(1), &name, "") > before);
-        // It does not open a link itself, and says why.
+        // The agent of host 1 does not open a link either, and says why.
         until(TIMEOUT, expected, || {
             let (status, why) = group.get(1, "/ready");
             assert_eq!(status, 503, "{why}");
@@ -137,10 +137,10 @@ fn lost_agent_with_tls_comes_back_with_one_link() {
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
 }
 
-/// The clients of host 1 use all streams that they may have to host 2. Its cluster bus still gets
-/// new ones.
+/// The clients of host 1 use all streams that they may have to host 2. The cluster bus of host 1
+/// still gets new streams, because some are reserved for it.
 #[test]
-fn clients_that_use_all_streams_leave_the_bus_its_own() {
+fn clients_that_use_all_streams_do_not_block_the_bus() {
     const CLIENTS: usize = 4096 - 256;
     let Some(group) = group_with_tls(2, &["--protected-mode", "no"]) else { return };
     raise_descriptor_limit();
@@ -150,7 +150,7 @@ fn clients_that_use_all_streams_leave_the_bus_its_own() {
     let bus = bus.expect("listen");
     let mut clients = Vec::new();
     while clients.len() < CLIENTS {
-        // Opens fewer than 1,000 a second.
+        // Opens fewer streams than the agent allows, which is 1,000 a second.
         for _ in 0..80 {
             let mut client = group.connect(1, 2, 7001);
             client.write_all(b"PING\r\n").expect("sent");
@@ -228,11 +228,11 @@ fn engine_without_a_password_is_refused_in_protected_mode() {
     assert!(is_reset(&mut group.connect(1, 2, 7001)));
     assert!(refused(&group, 2, "protected_mode") == 1.0);
     engine.client().ok(&["CONFIG", "SET", "requirepass", PASSWORD]);
-    // The agent asks again after a second.
+    // After a second, the agent asks the engine again whether it requires a password.
     until(TIMEOUT, "a connection", || is_carried(&group));
 }
 
-/// The port of an open engine can look like the bus of another one.
+/// An engine without a password listens at the port that is the cluster bus of another engine.
 #[test]
 fn open_engine_at_the_port_of_a_bus_is_refused_in_protected_mode() {
     let Some(group) = group(2, &[]) else { return };
@@ -282,7 +282,8 @@ fn lost_agent_resets_connections_and_comes_back() {
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
 }
 
-/// The kernel of a stopped process still acknowledges what arrives.
+/// The kernel still acknowledges packets for a stopped process. Only the missing answer of the
+/// process itself shows that the agent is silent.
 #[test]
 fn silent_agent_is_noticed_within_seconds() {
     let Some(group) = group(2, &[]) else { return };
@@ -304,7 +305,7 @@ fn killed_agent_resets_the_programs_of_its_own_host() {
     program.write_all(b"PING\r\n").expect("sent");
     assert!(program.read(&mut [0; 64]).expect("a reply") > 0);
     signal("KILL", group.agent(1).process.0.id());
-    assert!(is_reset(&mut program), "a killed agent is not the end of the stream");
+    assert!(is_reset(&mut program), "expected a reset, not the end of the stream");
 }
 
 #[test]
@@ -404,7 +405,7 @@ fn wrong_and_unsafe_settings_are_explained() {
         (&[][..], "--alias is missing"),
         (&["--alias", "127.1.0.1", "--peer", "127.1.0.2=127.0.0.2"], "ports: none"),
         (&[&own[..], &peer].concat(), "start with --allow-unauthenticated-peers yes"),
-        (&[&own[..], &["--listen", "0.0.0.0"]].concat(), "0.0.0.0:7470 is an address of a network"),
+        (&[&own[..], &["--listen", "0.0.0.0"]].concat(), "0.0.0.0:7470 is not a loopback address"),
         (&[&own[..], &peer, &["--tls-key-file", "k"]].concat(), "--tls-cert-file is missing"),
         (&[&own[..], &tls, &allow].concat(), "contradicts tls-cert-file"),
         (&["--alias", "10.0.0.1"], "an address in 127.0.0.0/8"),

@@ -28,7 +28,7 @@ const TCP: &[&str] = &["--rdma", "forbid"];
 const AUTH: [&str; 4] = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
 
 /// Starts hosts; `None` if this process may not create namespaces.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn hosts(count: usize) -> Option<Hosts> {
     Hosts::start(count)
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
@@ -105,7 +105,7 @@ fn host_without_an_agent_is_reached_directly() {
     let list = client.text(&["CLIENT", "LIST"]);
     assert!(list.contains(" addr=10.77.0.1:") && list.contains(" laddr=10.77.0.3:7001 "), "{list}");
     assert!(direct(&group, 1) == 1.0);
-    // The host without an agent is no client of one, but its own connections work as ever.
+    // Connections from the host without an agent are ordinary TCP connections.
     let _engine = group.start_engine(2, 7001, &AUTH);
     assert_eq!(group.client(3, 2, 7001).ask(&["PING"]), "+PONG");
     assert_eq!(group.get(1, "/ready").0, 200, "only hosts with an address of their own are needed");
@@ -146,9 +146,9 @@ fn connections_are_direct_after_an_agent_was_killed() {
         signal("KILL", group.agent(2).process.0.id());
         until(TIMEOUT, "no rules", || !has_rules(&group.hosts, 2));
         times.push(begun.elapsed().as_millis());
-        assert!(is_reset(&mut waits), "a killed agent is not the end of the stream");
+        assert!(is_reset(&mut waits), "expected a reset, not the end of the stream");
         assert_eq!(group.client(2, 1, 7001).ask(&["PING"]), "+PONG");
-        // The replica goes on where it was, over a direct connection.
+        // The replica resumes where it was interrupted, over a direct connection.
         let has_resumed = |before: u32| syncs().1 > before && is_connected();
         until(TIMEOUT, "a partial resynchronisation", || has_resumed(resumed));
         let (_, resumed) = syncs();
@@ -165,7 +165,7 @@ fn connections_are_direct_after_an_agent_was_killed() {
         assert!(opened() == 0.0);
         assert_eq!(group.client(2, 1, 7001).ask(&["PING"]), "+PONG");
         assert!(opened() == 1.0);
-        // In the next round, the replica is carried again.
+        // Ends the direct connection of the replica. The next one goes through the new agent.
         assert_eq!(operator(&replica).ask(&["CLIENT", "KILL", "TYPE", "master"]), ":1");
         until(TIMEOUT, "a partial resynchronisation", || has_resumed(resumed));
         assert!(opened() == 2.0);
@@ -194,10 +194,11 @@ fn signal_ends_redirection_and_lets_connections_go_on() {
     let mut old = old;
     let status = exit_within(&mut old.process.0, TIMEOUT).expect("drained");
     assert_eq!(status.code(), Some(0));
-    assert!(has_rules(&group.hosts, 2), "those of the new agent");
+    assert!(has_rules(&group.hosts, 2), "the rules of the new agent stay");
 }
 
-/// Without its owner the kernel removes the rules; the agent sets them again.
+/// When the `nft` process that owns the rules is killed, the kernel removes the rules. The agent
+/// sets them again.
 #[test]
 fn rules_are_set_again_if_their_owner_is_killed() {
     let Some(group) = group(2, &[]) else { return };
@@ -242,7 +243,7 @@ fn fails_to_start(hosts: &Hosts, user: &[&str], words: &[&str]) -> (Option<i32>,
 }
 
 #[test]
-fn what_is_missing_is_explained() {
+fn wrong_settings_and_missing_privileges_are_explained() {
     let Some(hosts) = hosts(1) else { return };
     let own = ["--mode", "transparent", "--listen", "10.77.0.1", "--ports", "7001"];
     let own = [&own[..], &["--allow-unauthenticated-peers", "yes"]].concat();
@@ -269,7 +270,7 @@ fn what_is_missing_is_explained() {
     let none = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"];
     let (code, error) = fails_to_start(&hosts, &none, &words);
     assert!(code == Some(1) && error.contains("CAP_NET_ADMIN and CAP_NET_RAW"), "{code:?} {error}");
-    // May mark sockets, but not prepare the host.
+    // With this capability, the agent may mark sockets, but not prepare the host.
     let raw = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
     let caps = ["--inh-caps=-all,+net_raw", "--ambient-caps=-all,+net_raw"];
     let (code, error) = fails_to_start(&hosts, &[&raw[..], &caps].concat(), &words);

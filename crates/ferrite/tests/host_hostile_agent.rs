@@ -1,8 +1,8 @@
-//! A host of the group whose agent breaks the rules, with links and records that the test makes by
-//! hand, beside hosts that keep them. On hosts in network namespaces, over TCP. Needs root.
+//! One of three hosts attacks the agents of the other two: instead of an agent, it runs a test that
+//! opens links and sends records by hand. On hosts in network namespaces, over TCP. Needs root.
 //!
-//! `FERRITE_HOSTILE_AGENT=measured` also limits how long others wait meanwhile, which needs a quiet
-//! machine.
+//! `FERRITE_HOSTILE_AGENT=measured` also limits how long clients of the other hosts wait during the
+//! attack. This check needs a quiet machine.
 
 mod agent {
     pub(crate) mod harness;
@@ -36,7 +36,7 @@ const FLOOD: u32 = 100_000;
 const BATCH: u32 = 1000;
 
 /// Starts three hosts whose agents authenticate each other, and stops the agent of the third.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group() -> Option<Group> {
     let hosts = Hosts::start(3)
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
@@ -80,7 +80,7 @@ impl Hostile {
         Self::connect_with(group, ca, &issued).expect("a link")
     }
 
-    /// Connects with a certificate, and the authority that the caller knows.
+    /// Connects with a certificate. `ca` is the authority that this side trusts.
     fn connect_with(group: &Group, ca: &Ca, issued: &Issued) -> Result<Self, Error> {
         let files = &group.certificates.as_ref().expect("TLS").files;
         let [certificate, key, authority] = ca.files(files, "hostile", issued);
@@ -146,7 +146,8 @@ fn route(source: &str, destination: &str) -> Route {
     Route { destination: at(destination), source: at(source) }
 }
 
-/// Where a hostile host may not connect to, and as whom.
+/// An agent refuses streams with a source address that the peer does not have, streams to other
+/// hosts, and streams to ports that it does not carry.
 #[test]
 fn foreign_sources_foreign_destinations_and_loops_are_refused_and_counted() {
     let Some(group) = group() else { return };
@@ -154,8 +155,8 @@ fn foreign_sources_foreign_destinations_and_loops_are_refused_and_counted() {
     let mut hostile = Hostile::connect(&group);
     let sources = ["127.1.0.1:1", "127.1.0.2:1", "127.0.0.1:1", "10.77.0.3:1", "[::1]:1"];
     let sources = sources.map(|source| route(source, "127.1.0.1:7001"));
-    // The second is another host, through the agent of the first. The agent itself listens at the
-    // second and at the third, so these are loops.
+    // The agent of host 1 must not connect to itself: it listens at the second and at the third of
+    // these addresses.
     let destinations =
         ["10.77.0.2:7001", "127.1.0.2:7001", "10.77.0.1:7470", "127.0.0.1:22", "[::1]:7001"];
     let destinations = destinations.map(|destination| route("127.1.0.3:1", destination));
@@ -178,7 +179,7 @@ fn wrong_certificates_are_refused_and_counted() {
     let other_ca = Ca::new();
     let attempt = |known: &Ca, issued: &Issued| {
         Hostile::connect_with(&group, known, issued).map(|hostile| {
-            // The agent looks at names after the handshake.
+            // The agent checks the names in a certificate after the TLS handshake.
             until(TIMEOUT, "the end of the link", || hostile.link.failure().is_some());
         })
     };
@@ -193,7 +194,7 @@ fn wrong_certificates_are_refused_and_counted() {
     assert_eq!(group.get(1, "/live").0, 200);
 }
 
-/// Asks an engine of the first host from the second one, and returns the time of each answer.
+/// Sends PINGs from the second host to an engine of the first host. Returns the time of each reply.
 fn ping(client: &mut Client, is_enough: impl Fn(usize) -> bool) -> Vec<Duration> {
     let mut times = Vec::new();
     while !is_enough(times.len()) {
@@ -209,7 +210,7 @@ fn p99(times: &[Duration]) -> Duration {
     times[times.len() * 99 / 100]
 }
 
-/// Opens streams as fast as the agent takes them, to an engine and to where it may not.
+/// Opens streams as fast as the agent takes them, to an engine and to a forbidden destination.
 #[test]
 #[expect(clippy::print_stderr, reason = "reports figures")]
 fn flood_of_streams_is_limited_and_others_are_served() {

@@ -108,7 +108,8 @@ fn relay_probes_silent_clients() {
     let sockets = std::fs::read_to_string("/proc/net/tcp").expect("the sockets");
     let ends = format!(" {} {} ", hex(&relay.address), hex(&client));
     let socket = sockets.lines().find(|line| line.contains(&ends)).expect("the relay's socket");
-    // The timer follows the state and the queues. Type 2 is the keepalive timer.
+    // In a line of /proc/net/tcp, the timer follows the state and the queues. Type 2 is the
+    // keepalive timer.
     let timer = socket.split_whitespace().nth(5).expect("a timer");
     assert!(timer.starts_with("02:"), "{socket}");
 }

@@ -103,8 +103,8 @@ fn serves_clients_and_saves_the_data_when_it_stops() {
     }
 }
 
-/// Names are accepted wherever addresses are. A Kubernetes Service with the name `ferrite` sets
-/// FERRITE_PORT, which must not break the start.
+/// A host name is accepted wherever an address is. A Kubernetes Service with the name `ferrite`
+/// sets FERRITE_PORT, which must not break the start.
 #[test]
 fn listens_on_names_beside_variables_of_kubernetes() {
     let (directory, rdma) = (directory(), free_port());

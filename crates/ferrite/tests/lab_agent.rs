@@ -18,8 +18,9 @@ use ferrite_testkit::lab::{resources, sh};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::{TIMEOUT, until};
 
-/// Starts three hosts with an RDMA device each; `None` if the kernel cannot have that.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+/// Starts three hosts with an RDMA device each. Returns `None` if Soft-RoCE of this kernel does not
+/// work in network namespaces.
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn hosts() -> Option<Hosts> {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") {
         eprintln!("SKIPPED: Soft-RoCE of this kernel receives only in the first namespace");
@@ -42,7 +43,7 @@ fn assert_links(group: &Group, count: u64, before: &BTreeMap<String, u64>) {
             let links = format!("agent_links{{peer=\"{}\",transport=\"rdma\"}}", alias(peer));
             assert!(sum(&samples, &links, "") == count as f64, "{samples:?}");
         }
-        // Of ended links, none is left after a while.
+        // The queue pairs of ended links are destroyed after a while.
         let device = format!("{} qp", group.hosts.device(host));
         until(TIMEOUT, "a queue pair for each link", || {
             resources()[&device] == before[&device] + 2 * count
@@ -50,8 +51,8 @@ fn assert_links(group: &Group, count: u64, before: &BTreeMap<String, u64>) {
     }
 }
 
-/// The agents are a user without rights, RDMA is required, and nothing may go directly. Each pair
-/// of hosts has two queue pairs at each end, one for each direction.
+/// The agents run as a user without rights. RDMA is required, and direct connections are refused.
+/// Each pair of hosts has two queue pairs at each end, one for each direction.
 #[test]
 fn cluster_of_three_hosts_works_over_rdma_alone() {
     let Some(hosts) = hosts() else { return };
@@ -61,7 +62,8 @@ fn cluster_of_three_hosts_works_over_rdma_alone() {
     assert_links(&group, 2, &before);
 }
 
-/// Links begin over TCP with TLS. Its connection stays open, and carries nothing.
+/// Links begin over TCP with TLS and move to RDMA. The TCP connection stays open, but carries no
+/// more data.
 #[test]
 fn cluster_of_three_hosts_works_over_rdma_behind_tls() {
     let Some(hosts) = hosts() else { return };

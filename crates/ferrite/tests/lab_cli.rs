@@ -108,7 +108,7 @@ fn packets_sent() -> u64 {
     text.trim().parse().expect("a number")
 }
 
-/// Waits until a client is past its handshake.
+/// Waits until a client has sent enough packets to be past its handshake.
 fn wait_for_traffic(before: u64) {
     until(TIMEOUT, "traffic", || packets_sent() >= before + 100);
 }

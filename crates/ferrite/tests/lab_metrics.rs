@@ -16,8 +16,8 @@ const MODULE: &str = "10.0.0.1:6385";
 const GATEWAY: &str = "10.0.0.1:6386";
 const PLAIN_GATEWAY: &str = "10.0.0.1:6387";
 
-/// Metrics that may stay 0 in this test: the start of a name without `ferrite_`, then a file and a
-/// text in it, which belongs to a test that increments the metric.
+/// Metrics that may stay 0 in this test, because another test increments them. Each entry has the
+/// start of the metric's name without `ferrite_`, the file of the other test, and a text in it.
 const MOVED_ELSEWHERE: [(&str, &str, &str); 17] = [
     ("port_counters_overdue", "ferrite-metrics/src/ports.rs", "overdue(\"mlx5_1\", 1)"),
     ("memory_", "ferrite-fabric/tests/pool.rs", "fn every_counter_is_incremented"),
@@ -123,7 +123,7 @@ fn start_relay(to: &str, rdma: &str) -> Running {
 }
 
 /// Sends commands of each kind through the relay and the module, over RDMA. Then kills one session.
-/// Returns two clients, whose connections to the relay it has not closed.
+/// Returns two clients that are still connected to the relay.
 fn use_module(seen: &mut Seen, engine: &Engine, module: &Admin, relay: &Running) -> [Client; 2] {
     let value = vec![b'x'; 100_000];
     let mut client = Client::to_tcp(&relay.address);

@@ -33,6 +33,7 @@ fn config() -> Config {
         turn_bytes: 40,
         message_bytes: 300,
         max_streams: 5,
+        bus_streams: 1,
         max_refused: 10,
         opens_per_second: 20,
         max_held_bytes: 250,

@@ -239,8 +239,8 @@ fn write(harness: &Harness, run: &mut Run, count: usize) {
     let entered = harness.runtime.enter();
     let polled = Pin::new(&mut run.stream).poll_write(&mut Context::from_waker(&waker), &bytes);
     drop((entered, waker));
-    // If there is room, a write need not handle the data that has arrived. A stream that does
-    // handle it keeps the waker, unless the stream has ended.
+    // While there is room, a write may leave the data that has arrived unhandled. A stream that has
+    // handled the data has kept the waker, or the write has failed.
     if Arc::strong_count(&kept) > 1 || matches!(polled, Poll::Ready(Err(_))) {
         run.model.drive();
     } else {

@@ -83,8 +83,8 @@ pub(crate) fn lines(cases: &[&Case], separator: &str) -> Vec<u8> {
 }
 
 /// Escapes bytes that are not printable ASCII, so that they can be compared. Keeps marks. Leaves
-/// out the lines with the duration of a command: a command that takes half a second or more prints
-/// one, which can happen to any command on a busy machine.
+/// out the lines with the duration of a command. The programs print such a line after half a second
+/// or more, which any command can take on a busy machine.
 pub(crate) fn escaped(bytes: &[u8]) -> String {
     let escape = |byte: &u8| match byte {
         b'\n' => "\n".to_owned(),

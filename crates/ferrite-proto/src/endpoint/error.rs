@@ -37,7 +37,8 @@ pub enum ProtocolError {
     /// A client requests features faster than replies can be sent.
     #[error("the client requested features {requests} times without receiving a reply")]
     TooManyFeatureRequests {
-        /// The number of requests whose replies wait to be sent, with the one beyond the limit.
+        /// The number of requests whose replies wait to be sent, including the one that exceeds the
+        /// limit.
         requests: usize,
     },
     /// Keepalives are not acknowledged, and nothing else arrives.

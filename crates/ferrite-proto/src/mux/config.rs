@@ -5,7 +5,7 @@ use super::record::{CONTROL_BYTES, HEAD_BYTES};
 
 /// The largest credit that a sender may have.
 pub(super) const CREDIT_MAX: u32 = i32::MAX as u32;
-/// The smallest room for a turn of a stream: an OPEN, a head and a byte, and a FIN.
+/// The smallest room for a turn of a stream: an OPEN, a DATA record with one byte, and a FIN.
 pub(super) const TURN_ROOM: usize = CONTROL_BYTES + 2 * HEAD_BYTES + 1;
 /// The smallest [`Config::message_bytes`]. Grants and resets take at most half of a message.
 pub(super) const MESSAGE_BYTES_MIN: usize = 2 * TURN_ROOM;
@@ -35,7 +35,7 @@ pub struct Config {
     pub max_in_flight: u32,
     /// Maximum number of streams that each side may have opened. Default 4,096.
     pub max_streams: usize,
-    /// How many of these only streams of the class *bus* may use. Default 256.
+    /// How many of the `max_streams` are reserved for streams of the class *bus*. Default 256.
     pub bus_streams: usize,
     /// Maximum number of streams that the peer may open in a second in the class *bus*, and as
     /// many in the other classes together. Default 1,000.
@@ -93,9 +93,10 @@ impl Config {
 
     /// Returns whether a side that has `open` streams may open one more of a class.
     ///
-    /// For the class *bus*, the streams of the other classes count at most as many as they may be.
-    /// Their resets travel on other channels, where they may be late or wait by the thousand. So
-    /// nothing that happens in the other classes takes a stream from the reserve.
+    /// The count of streams in the other classes may exceed their limit for a while: it includes
+    /// streams whose resets are not sent yet, and these may be thousands. A stream of the class
+    /// *bus* does not have to wait for them. So for it, the count stops at the limit of the other
+    /// classes, and the reserve of the class *bus* stays free.
     pub(super) fn has_room(&self, class: Class, open: Opened) -> bool {
         let for_others = self.max_streams - self.bus_streams;
         match class {

@@ -46,7 +46,7 @@ enum State {
     Head,
     /// The decoder gathers a record of this size, whose head is complete.
     Control { size: usize },
-    /// This number of bytes of a DATA record is missing.
+    /// The decoder passes on the bytes of a DATA record; this number of them has not arrived.
     Data { missing: u32 },
 }
 
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_what_is_no_record() {
+    fn rejects_invalid_records() {
         for (bytes, error) in [
             ("00000000 0b000000 00000000", RecordError::Type { kind: 0 }),
             ("07000000 0b000000 00000000", RecordError::Type { kind: 7 }),

@@ -24,13 +24,14 @@ pub enum MuxError {
         stream: StreamId,
     },
     /// The peer opened a stream with a name that only this side may use.
-    #[error("the peer opened stream {stream} with a name of this side")]
+    #[error("the peer opened stream {stream} with a name that only this side may use")]
     ForeignName {
         /// The stream.
         stream: StreamId,
     },
-    /// The peer opened a stream with a name that is not above all earlier ones of its class.
-    #[error("stream {stream} was opened after a later one of its class")]
+    /// The peer opened a stream whose number is not higher than that of each earlier stream of its
+    /// class.
+    #[error("stream {stream} was opened after one of its class with the same or a higher number")]
     ReusedName {
         /// The stream.
         stream: StreamId,
@@ -43,7 +44,7 @@ pub enum MuxError {
         /// The class of the channel.
         class: Class,
     },
-    /// More bytes than the peer was granted.
+    /// The peer sent more bytes than it was granted.
     #[error("{length} bytes for stream {stream}, but only {credit} were granted")]
     BeyondCredit {
         /// The stream.
@@ -53,20 +54,20 @@ pub enum MuxError {
         /// The number of granted bytes.
         credit: u32,
     },
-    /// Grants beyond the largest credit.
+    /// The peer granted more than the largest credit.
     #[error("more than {} bytes were granted for stream {stream}", CREDIT_MAX)]
     TooMuchCredit {
         /// The stream.
         stream: StreamId,
     },
-    /// Data or a second FIN after a FIN.
+    /// The peer sent data or a second FIN after a FIN.
     #[error("stream {stream} continued after its end")]
     AfterFin {
         /// The stream.
         stream: StreamId,
     },
-    /// The peer changes the class of a stream to the class that it has.
-    #[error("stream {stream} changed to the class that it has")]
+    /// The peer changes the class of a stream to the class that the stream already has.
+    #[error("stream {stream} changed to the class that it already has")]
     SameClass {
         /// The stream.
         stream: StreamId,
@@ -83,7 +84,7 @@ pub enum MuxError {
         /// The stream.
         stream: StreamId,
     },
-    /// A second GOAWAY.
+    /// The peer sent a second GOAWAY.
     #[error("a second GOAWAY")]
     SecondGoAway,
     /// The GOAWAY names a stream that this side has not opened.

@@ -133,9 +133,9 @@ impl std::fmt::Display for StreamId {
 /// How many streams one side has opened, by the class in which it has opened them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Opened {
-    /// In the class *bus*.
+    /// Streams of the class *bus*.
     pub(super) bus: usize,
-    /// In the other classes.
+    /// Streams of the other classes.
     pub(super) others: usize,
 }
 

@@ -23,8 +23,8 @@ pub enum Filled {
     Bytes {
         /// The number of bytes.
         len: usize,
-        /// Whether there are more, or may be. If not, or if there are no bytes at all, the stream
-        /// has no turn until [`Mux::set_ready`].
+        /// Whether the stream has, or may have, more bytes. If `false`, or if `len` is 0, the
+        /// stream gets no turn until [`Mux::set_ready`] is called for it.
         is_more: bool,
     },
     /// No bytes, and there are no more: the stream ends in this direction.
@@ -157,7 +157,7 @@ impl Mux {
             .min(sending.credit as usize);
         match fill(stream, &mut packer.out[begin..begin + room]) {
             Filled::Bytes { len, is_more } => {
-                assert!(len <= room, "{len} bytes were filled into a room of {room}");
+                assert!(len <= room, "{len} bytes were filled in, but there was room for {room}");
                 sending.is_ready = is_more && len > 0;
                 if len > 0 {
                     let length = len as u32; // at most `turn_bytes`

@@ -9,8 +9,8 @@ const SECOND: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct OpenRate {
     interval: Duration,
-    /// Each stream takes one interval, and the intervals follow each other. This is the end of the
-    /// last one.
+    /// Each admitted stream takes one interval, which begins at the end of the previous one or now,
+    /// if that is later. This is the end of the last interval; it is at most a second from now.
     paid_until: Option<Instant>,
 }
 
@@ -31,7 +31,7 @@ impl OpenRate {
     }
 }
 
-/// Measures what a stream sends.
+/// Measures how many bytes a stream sends in a second.
 #[derive(Debug)]
 pub(super) struct Traffic {
     limit: u64,

@@ -10,9 +10,9 @@ use super::{
 };
 
 impl Mux {
-    /// Handles a piece of a message that arrived on a channel of the link. Returns after the first
-    /// thing that concerns the driver, and removes its bytes from the front of `piece`. Call it
-    /// until it returns `None`; the piece is then used up.
+    /// Handles a piece of a message that arrived on a channel of the link. Returns the first event
+    /// that concerns the driver, and removes the bytes up to there from the front of `piece`. Call
+    /// it until it returns `None`; the piece is then used up.
     ///
     /// # Errors
     /// If the peer violated the protocol. The link must then end.

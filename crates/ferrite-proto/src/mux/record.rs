@@ -48,7 +48,7 @@ pub enum Control {
     Open {
         /// The new stream.
         stream: StreamId,
-        /// Where it leads.
+        /// The destination and the source of the stream.
         route: Route,
     },
     /// Allows the peer to send more bytes.
@@ -69,7 +69,7 @@ pub enum Control {
     Reset {
         /// The stream.
         stream: StreamId,
-        /// Why.
+        /// Why the stream is reset.
         cause: Cause,
     },
     /// Says that the sender accepts no further streams.

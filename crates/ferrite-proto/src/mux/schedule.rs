@@ -1,7 +1,7 @@
 //! What waits to be sent: turns of streams in each class, grants, and resets.
 //!
-//! A stream is at most once in each queue, and the resets of one opener are limited, so a peer
-//! cannot make the queues grow without bound.
+//! A peer cannot make the queues grow without bound: a stream is at most once in each queue, and
+//! the resets of one opener are limited.
 
 use std::collections::VecDeque;
 

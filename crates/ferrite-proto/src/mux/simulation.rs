@@ -24,7 +24,7 @@
 //! `cargo xtask simulate --only mux --seeds N` runs many seeds. `FERRITE_SEED=N` repeats one seed
 //! and prints its events.
 
-#![expect(clippy::print_stderr, clippy::print_stdout, reason = "shows a run to whoever repeats it")]
+#![expect(clippy::print_stderr, clippy::print_stdout, reason = "prints the events of a run")]
 
 mod hostile;
 mod program;
@@ -43,15 +43,15 @@ const ACTIONS: usize = 700;
 /// Number of actions, without the adversary, within which every stream must end.
 const SETTLING: usize = 60_000;
 
-/// The smallest `bulk_bytes_per_second` with which the small messages whose latency is measured do
-/// not move their stream from the class *bus* to *bulk*.
+/// With a `bulk_bytes_per_second` below this, the small messages whose latency is measured would
+/// move their stream from the class *bus* to *bulk*.
 const PROBE_BULK_BYTES: u64 = 60 << 10;
 
 /// A violation of a rule.
 #[derive(Debug)]
 struct Violation(String);
 
-/// Fails a run.
+/// Returns a violation, which fails the run.
 fn violation<T>(what: impl Into<String>) -> Result<T, Violation> {
     Err(Violation(what.into()))
 }

@@ -23,7 +23,7 @@ pub(super) struct Table {
     side: Side,
     /// Ordered, so that nothing depends on a random order.
     streams: BTreeMap<StreamId, Stream>,
-    /// How many of them each side has opened.
+    /// How many of these streams each side has opened.
     opened: [Opened; 2],
     /// The number of the next stream of this side.
     next_number: u32,
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn knows_streams_that_ended_from_those_that_never_were() {
+    fn distinguishes_ended_streams_from_streams_never_opened() {
         let mut table = Table::new(Side::Caller);
         let own = table.next_name(Class::Bus).expect("the first name");
         let route = "10.0.0.1:1".parse().expect("an address");

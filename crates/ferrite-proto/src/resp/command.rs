@@ -44,17 +44,17 @@ enum State {
     Inline {
         len: u32,
     },
-    /// After `*`.
+    /// After `*`, in the number of arguments.
     Count(Length),
     /// After the `\r` of the count. `args` is the number of arguments that follow.
     CountEnd {
         args: u64,
     },
-    /// Before `$`.
+    /// Before the `$` of an argument.
     Argument {
         args: u64,
     },
-    /// After `$`.
+    /// After the `$` of an argument, in its size.
     Size {
         args: u64,
         size: Length,

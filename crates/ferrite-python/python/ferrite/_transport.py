@@ -13,7 +13,7 @@ CHUNKS_AT_ONCE = 16
 
 
 class StreamTransport(asyncio.Transport):
-    """See the module. `stream` must not be used elsewhere, except while reading is paused."""
+    """Sends and receives over `stream`, which nothing else may use unless reading is paused."""
 
     def __init__(self, loop, stream, protocol):
         super().__init__(extra={"peername": stream.getpeername()})
@@ -124,10 +124,10 @@ class StreamTransport(asyncio.Transport):
         return self._is_closed
 
     def close(self):
-        """Closes at once. What is unsent is the rest of a command that its caller has given up.
+        """Closes at once and drops unsent bytes: the rest of a command that was cancelled.
 
-        It may be in the caller's own buffer, which the caller may change from now on: if the rest
-        were sent, the server could store a value of old and new bytes.
+        These bytes may be in the caller's own buffer, which the caller may change from now on. If
+        they were sent, the server could store a value of old and new bytes.
         """
         self._finish(None)
 

@@ -29,9 +29,11 @@ class BufferCommands:
 
     @classmethod
     def from_url(cls, url, **options):
-        """Like redis-py's; `?rdma=require` and `&local_address=...` are options.
+        """Creates a client from a URL, as redis-py does.
 
-        `redis+rdma://` is another name for `redis://`. `rediss://` is TLS over TCP.
+        The URL may have the options of `ferrite.Connection`: `?rdma=require&local_address=...`.
+
+        `redis+rdma://` means the same as `redis://`. `rediss://` is TLS over TCP.
         """
         url = checked_url(url)
         pool = cls._pool_class.from_url(url, **options)

@@ -131,7 +131,7 @@ _warned, _warned_lock = set(), threading.Lock()
 
 
 def _warn_once(text):
-    """Warns once per process of each server and cause. `fallback` of a connection has the cause."""
+    """Warns of each server and cause once per process; a connection's `fallback` has the cause."""
     with _warned_lock:
         is_new = text not in _warned
         _warned.add(text)

@@ -36,10 +36,10 @@ pub(super) enum Forbidden {
 impl fmt::Display for Forbidden {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Source => "its source is not the peer's alias",
-            Self::Destination => "its destination is not the alias of this host",
-            Self::Port => "its port is not in `deliver`",
-            Self::Agent => "its destination is this agent",
+            Self::Source => "the source is not the peer's alias",
+            Self::Destination => "the destination is not the alias of this host",
+            Self::Port => "the port is not in `deliver`",
+            Self::Agent => "the destination is this agent",
         })
     }
 }
@@ -68,8 +68,8 @@ impl Admission {
     }
 }
 
-/// Returns the port of the engine whose cluster bus has this port. `None` if the port is not that
-/// of a bus, as far as the set of ports shows.
+/// Returns the port of the engine whose cluster bus has this port: the port 10,000 below. Returns
+/// `None` if that port is not in `ports`; then this port is not a bus.
 pub(super) fn engine_of_bus(port: u16, ports: &PortSet) -> Option<u16> {
     port.checked_sub(BUS_OFFSET).filter(|engine| ports.contains(*engine))
 }
@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:7010"), Err(Forbidden::Port));
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:22"), Err(Forbidden::Port));
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:7470"), Err(Forbidden::Agent));
-        // The admin port is at another address.
+        // The agent's admin port is at 127.0.0.1, so this is another port with the same number.
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:9121"), Ok(()));
     }
 

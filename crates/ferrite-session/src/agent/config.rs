@@ -14,21 +14,24 @@ use super::identity::AgentTls;
 pub struct AgentConfig {
     /// The alias of this host. Its engines bind it. In transparent mode the host's own address.
     pub alias: Ipv4Addr,
-    /// The other hosts. In transparent mode those that are known from the start.
+    /// The other hosts. In transparent mode, only those whose addresses the settings name; the
+    /// hosts of [`Transparent::networks`] become peers when they are needed.
     pub peers: Vec<AgentPeer>,
     /// Set in transparent mode: connections are redirected to the agent.
     pub transparent: Option<Transparent>,
-    /// The ports to listen on at the aliases of the peers, or those that are redirected.
+    /// The ports to listen on at the aliases of the peers. In transparent mode, the ports whose
+    /// connections are redirected.
     pub ports: PortSet,
     /// The ports of this host's alias that peers may connect to.
     pub deliver: PortSet,
-    /// The local address of links that this agent connects; `None` for any.
+    /// The local address from which this agent opens links; `None` for any.
     pub local: Option<SocketAddr>,
     /// Further addresses of this program that peers must not reach, such as its admin port.
     pub own: Vec<SocketAddr>,
     /// Mutual TLS with all peers. Without it, a peer is recognised by its address alone.
     pub tls: Option<AgentTls>,
-    /// Whether connections without a link go by TCP to the host's own address (default false).
+    /// Whether a connection goes directly to the peer's address by TCP while there is no link to
+    /// the peer (default false).
     pub direct: bool,
     /// Whether to refuse peers while the engine requires no password (default true).
     pub protected_mode: bool,
@@ -39,7 +42,8 @@ pub struct AgentConfig {
 /// The settings of transparent mode.
 #[derive(Debug, Clone)]
 pub struct Transparent {
-    /// The networks whose hosts may have agents. They are peers as soon as they are needed.
+    /// The networks whose hosts may have agents. A host of them becomes a peer at the first
+    /// connection to it or from it.
     pub networks: Vec<Network>,
     /// The port at which the agents of these hosts listen.
     pub port: u16,
@@ -57,7 +61,7 @@ pub struct AgentPeer {
 }
 
 impl AgentPeer {
-    /// Returns a host whose certificate has its address.
+    /// Returns a host whose certificate must have the address of its agent.
     #[must_use]
     pub fn new(alias: Ipv4Addr, address: SocketAddr) -> Self {
         Self { alias, address, name: ServerName::from(address.ip().to_canonical()) }

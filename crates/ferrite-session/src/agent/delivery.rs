@@ -48,7 +48,8 @@ pub(super) async fn deliver(
 }
 
 fn warn(peer: &Peer, Route { destination, source }: &Route, refused: Refused, why: &str) {
-    // Engines are stopped and started all the time, but what is forbidden stays so.
+    // Two limits, so that many lines about stopped engines, which are common, do not suppress the
+    // lines about forbidden streams.
     static FORBIDDEN: LogLimit = LogLimit::new();
     static UNAVAILABLE: LogLimit = LogLimit::new();
     let limit = match refused {
@@ -85,9 +86,9 @@ async fn connect(
     Ok(LocalSocket::new(socket).metered(Meter::begin(&peer.counters, class)))
 }
 
-/// Applies protected mode to a port: an engine that requires no password is not for peers.
+/// Applies protected mode to a port: refuses streams to an engine that requires no password.
 async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, String)> {
-    // In transparent mode the engine sees the program's address, and applies its own rules.
+    // In transparent mode the engine sees the program's address, so its own protected mode works.
     if !shared.config().protected_mode || shared.is_transparent() {
         return Ok(());
     }
@@ -102,15 +103,17 @@ async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, Stri
     let refused =
         |reply: &str| Err((Refused::Engine, format!("the engine replies {}", reply.trim_end())));
     if let Some(engine) = engine_of_bus(port, &shared.admission.deliver) {
-        // The bus itself knows no passwords, and does not answer. What answers is an engine.
+        // A cluster bus has no passwords and does not answer PING. If something answers at this
+        // port, it is an engine.
         let access = &shared.access;
         let answers = tokio::join!(access.ask(alias, engine), access.ask_bus(alias, port));
         return match answers {
             (Ok(EngineAccess::Open), _) => open(engine),
             (_, Ok(EngineAccess::Open)) => open(port),
             (_, Ok(EngineAccess::Refused(reply))) => refused(&reply),
-            // It stays open to peers while the engine answers no client, because nodes without it
-            // are taken for dead.
+            // If the engine gives no definite answer now, its last one counts. The bus stays open
+            // to peers unless that answer was `Open`: without the bus, the other nodes would regard
+            // this node as dead.
             (Ok(EngineAccess::Refused(_)) | Err(_), _) if access.was_open(engine) => open(engine),
             _ => Ok(()),
         };
@@ -123,14 +126,14 @@ async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, Stri
             Err((Refused::Engine, error.to_string()))
         }
         Err(error) => {
-            let why = format!("protected mode cannot find out if it requires a password: {error}");
+            let why = format!("cannot find out whether the engine requires a password: {error}");
             Err((Refused::Unreachable, why))
         }
     }
 }
 
-/// Connects from the program's own address, or, if its port is in use here or needs a privilege,
-/// from another port of this address. Returns whether the port is another one.
+/// Connects from the program's own address and port. Uses another port if the program's port is in
+/// use on this host or needs a privilege. Returns whether the port is another one.
 async fn connect_from(
     is_transparent: bool,
     source: SocketAddr,
@@ -161,7 +164,8 @@ async fn connect_bound(
         true => marks::delivery_socket()?,
         false => TcpSocket::new_v4()?,
     };
-    // The port may belong to other connections, also to ended ones. Only a listener has it alone.
+    // With this option, binding succeeds if other connections use the port or have used it, and
+    // fails only if a program listens there.
     socket.set_reuseaddr(true)?;
     socket.bind(source)?;
     socket.connect(destination).await
@@ -196,7 +200,8 @@ mod tests {
         let (socket, is_changed) = connect_from(false, source, destination).await.expect("connect");
         let local = socket.local_addr().expect("an address");
         assert!(is_changed && local.ip() == source.ip() && local.port() != source.port());
-        // A second connection of the same address and port to the same engine, too.
+        // A second connection from the same address and port to the same engine gets another port,
+        // too.
         let (free, source) = listener("127.1.0.2:0");
         drop(free);
         let (_first, is_changed) = connect_from(false, source, destination).await.expect("connect");

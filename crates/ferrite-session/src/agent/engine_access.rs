@@ -1,6 +1,7 @@
 //! Protected mode: asks engines whether they require a password.
 //!
-//! The question comes from this host, so an engine's own protected mode does not answer it.
+//! The engine sees a client of its own host. The engine's own protected mode accepts such clients,
+//! so it does not tell whether clients of other hosts need a password.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -49,12 +50,12 @@ impl EngineAccessProbe {
     /// Asks what listens at the port of a cluster bus, as [`ask`](Self::ask) does.
     ///
     /// # Errors
-    /// If it is a bus, or as `ask`.
+    /// If a cluster bus listens there, and in the cases of `ask`.
     pub(super) async fn ask_bus(&self, alias: Ipv4Addr, port: u16) -> io::Result<EngineAccess> {
         self.port(port).ask(ask_now(alias, port, true)).await
     }
 
-    /// Returns whether the engine required no password when it last said so.
+    /// Returns whether the last definite answer of the engine was that it requires no password.
     pub(super) fn was_open(&self, port: u16) -> bool {
         self.port(port).was_open.load(Ordering::Relaxed)
     }
@@ -92,8 +93,9 @@ impl Port {
     }
 }
 
-/// Returns whether the last answer serves a caller that has waited since `begun`: if it arrived
-/// meanwhile, or if it is definite and came a moment ago.
+/// Returns whether a caller that has waited since `begun` may use the last answer, which arrived at
+/// the time `at`. It may if the answer arrived while it waited, or if the answer is definite and
+/// not older than [`REMEMBERED`].
 fn is_usable(at: Instant, answer: &Answer, begun: Instant, now: Instant) -> bool {
     let is_definite = matches!(answer, Ok(EngineAccess::Open | EngineAccess::NeedsPassword));
     at >= begun || is_definite && now.duration_since(at) < REMEMBERED

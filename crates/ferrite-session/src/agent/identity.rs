@@ -41,7 +41,8 @@ impl AgentTls {
         };
         let mut client = files.client_config(Arc::clone(provider))?;
         let mut server = files.server_config(Arc::clone(provider))?;
-        // Each link verifies the certificates anew. There are few links.
+        // Without resumption, each link verifies the certificates. This costs little, because there
+        // are few links.
         client.resumption = Resumption::disabled();
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
@@ -49,7 +50,7 @@ impl AgentTls {
     }
 
     /// Adds TLS to the options of a link to the peer with this name. The link begins over TCP, so
-    /// that a queue pair is agreed on within TLS.
+    /// that both sides set up the queue pair within TLS.
     pub fn connect(&self, options: ConnectOptions, name: ServerName<'static>) -> ConnectOptions {
         options.tls(Arc::clone(&self.client), name).mode(ConnectMode::TcpFirst)
     }
@@ -60,11 +61,11 @@ impl AgentTls {
     }
 }
 
-/// Finds the peer that a certificate belongs to: the one whose name it has. If it has the names of
-/// several peers, the address from which the peer has connected decides between them.
+/// Finds the peer that a certificate belongs to: the peer whose name the certificate has. If the
+/// certificate has the names of several peers, the address from which the link comes decides.
 ///
 /// # Errors
-/// Returns why it belongs to none.
+/// Returns why the certificate belongs to no peer.
 pub(super) fn find<'a, T>(
     certificate: Option<&CertificateDer<'_>>,
     from: Option<IpAddr>,
@@ -92,8 +93,8 @@ pub(super) fn find<'a, T>(
     match peer {
         Some((_, peer)) => Ok(peer),
         None if count > 0 => Err(format!(
-            "its certificate has the names of {count} peers, and its address is that of none of \
-             them; give each host a certificate of its own"
+            "its certificate has the names of {count} peers, and the link comes from the address \
+             of none of them; give each host a certificate of its own"
         )),
         None => {
             let names = match own_names.is_empty() {
@@ -102,7 +103,7 @@ pub(super) fn find<'a, T>(
             };
             Err(format!(
                 "its certificate ({names}) has the name of no peer; subjectAltName must have the \
-                 host's address or name as `peers` has it"
+                 address or the name of the host that the setting `peers` has"
             ))
         }
     }
@@ -121,8 +122,11 @@ mod tests {
     fn found(certificate: Option<&CertificateDer<'_>>, from: &str) -> Result<usize, String> {
         let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
         let name = |text: &str| ServerName::try_from(text.to_owned()).expect("a name");
-        let peers =
-            [("10.0.0.2", "10.0.0.2"), ("c.example", "10.0.0.3"), ("d.example", "10.0.0.4")];
+        let peers = [
+            ("10.0.0.2", "10.0.0.2"),
+            ("c.hosts.example", "10.0.0.3"),
+            ("d.hosts.example", "10.0.0.4"),
+        ];
         let names = peers.map(|(it, at)| (name(it), ip(at)));
         let peers = names.iter().zip(2..).map(|((name, ip), host)| (name, *ip, host));
         find(certificate, Some(ip(from)), peers)
@@ -131,12 +135,13 @@ mod tests {
     #[test]
     fn certificate_belongs_to_the_peer_whose_name_it_has() {
         let [two, three, other] =
-            [&["10.0.0.2"][..], &["x.example", "c.example"], &["10.0.0.9"]].map(certificate);
+            [&["10.0.0.2"][..], &["x.hosts.example", "c.hosts.example"], &["10.0.0.9"]]
+                .map(certificate);
         assert_eq!(found(Some(&two), "10.0.0.2"), Ok(2));
         assert_eq!(found(Some(&three), "10.0.0.3"), Ok(3));
         assert_eq!(found(Some(&three), "192.0.2.1"), Ok(3), "the certificate decides");
         assert_eq!(found(Some(&three), "10.0.0.2"), Ok(3), "and not the address");
-        // An address is no name, and a name no address.
+        // The peer at 10.0.0.3 has a name, so a certificate with its address does not belong to it.
         assert!(found(Some(&certificate(&["10.0.0.3"])), "10.0.0.3").is_err());
         let error = found(Some(&other), "10.0.0.2").expect_err("another host");
         assert!(error.contains("10.0.0.9") && error.contains("name of no peer"), "{error}");
@@ -146,11 +151,11 @@ mod tests {
 
     #[test]
     fn address_decides_between_the_peers_of_a_shared_certificate() {
-        for names in [&["*.example"][..], &["c.example", "d.example"]] {
+        for names in [&["*.hosts.example"][..], &["c.hosts.example", "d.hosts.example"]] {
             let shared = certificate(names);
             assert_eq!(found(Some(&shared), "10.0.0.3"), Ok(3));
             assert_eq!(found(Some(&shared), "10.0.0.4"), Ok(4));
-            let error = found(Some(&shared), "10.0.0.2").expect_err("a peer that it has not");
+            let error = found(Some(&shared), "10.0.0.2").expect_err("an address of neither peer");
             assert!(error.contains("the names of 2 peers"), "{error}");
         }
     }

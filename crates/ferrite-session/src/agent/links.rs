@@ -17,12 +17,12 @@ use super::stats::{LinkRefused, add};
 use super::{Shared, Task, identity};
 use crate::mux::{Multiplexer, MuxFailure, multiplex};
 
-/// How often to look whether a link has another transport, or the peer is going away.
+/// How often to check whether a link has changed its transport, or the peer is going away.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// How often to look whether a link that must use RDMA does.
+/// How often to check whether a new link has been upgraded to RDMA, if RDMA is required.
 const UPGRADE_INTERVAL: Duration = Duration::from_millis(5);
-/// The second link of a pair that has connected at once accepts streams for this long, because the
-/// peer may not know the other link yet.
+/// If both agents connect at the same time, there are two links, of which one must end. It still
+/// accepts streams for this long, because the peer may not know the other link yet.
 const RETIRE_AFTER: Duration = Duration::from_secs(1);
 /// Maximum number of links to a peer. Usually there are one or two, and as many again for some
 /// seconds after a restart. The limits of streams and of their memory are for each link.
@@ -32,7 +32,7 @@ const LINKS_MAX: usize = 16;
 pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(LinkId, Handle)> {
     let mut changed = pin!(peer.changed.notified());
     loop {
-        // Before the look at the state, so that no change after it is missed.
+        // Waits for changes from now on, before it reads the state: a change in between is noticed.
         changed.as_mut().enable();
         let until = match peer.find_way(Instant::now()) {
             Way::Link(id, handle) => return Some((id, handle)),
@@ -43,7 +43,7 @@ pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(L
             Way::Wait { until } => until,
             Way::None => return None,
         };
-        let _ = timeout_at(until.into(), changed.as_mut()).await; // the state says what happened
+        let _ = timeout_at(until.into(), changed.as_mut()).await; // then reads the state again
         changed.set(peer.changed.notified());
     }
 }
@@ -92,14 +92,14 @@ pub(super) async fn accept(shared: Arc<Shared>, mut listener: Listener) -> Error
     }
 }
 
-/// Returns the peer that a link belongs to: the one with its certificate or, without TLS, with its
-/// address.
+/// Returns the peer that a link belongs to. With TLS, the link's certificate decides; without TLS,
+/// its address.
 fn identify(shared: &Shared, link: &Link) -> Result<Arc<Peer>, (LinkRefused, String)> {
     let ip = link.peer_addr().map(|address| address.ip().to_canonical());
     // In transparent mode, this may add the host to the peers.
     let at_address = ip.and_then(|ip| shared.peers.at(ip));
     if shared.tls.is_none() {
-        let unknown = || (LinkRefused::Address, "it is the address of no peer".into());
+        let unknown = || (LinkRefused::Address, "this is the address of no peer".into());
         return at_address.ok_or_else(unknown);
     }
     let peers = shared.peers.all();
@@ -133,7 +133,7 @@ async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
         };
         let limit = shared.fabric.config().connection_timeout;
         if timeout(limit, upgraded).await.is_err() {
-            let why = format!("this agent requires RDMA, and the link uses {}", link.transport());
+            let why = format!("this agent requires RDMA, but the link uses {}", link.transport());
             return refuse(&shared, &link, LinkRefused::Transport, &why);
         }
     }
@@ -150,7 +150,7 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
         }
     };
     if link.peer_hello().instance == shared.fabric.instance() {
-        return refuse("its address is that of this agent");
+        return refuse("the address of this peer leads to this agent");
     }
     let Multiplexer { handle, mut incoming, driver } =
         match multiplex(link.clone(), side, &Config::default()) {
@@ -168,10 +168,12 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
     if shared.is_ending() {
         handle.go_away();
     } else if side == Side::Called && shared.tls.is_none() {
-        // The peer may have come back, so this agent opens a link of its own at once.
+        // The peer has started again or can be reached again, so this agent opens a link, too,
+        // without waiting for the end of the pause.
         shared.spawn(open_own(Arc::clone(&shared), Arc::clone(&peer)));
     }
-    // A task of its own, which polls nothing but the link and its streams.
+    // Runs the link and its streams in a separate task. A wake-up of one of them then polls nothing
+    // else.
     let mut driving = JoinSet::new();
     driving.spawn(driver.run());
     let mut looks = interval(LOOK_INTERVAL);
@@ -196,7 +198,7 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
                 if !is_peer_going_away && handle.state().is_peer_going_away {
                     is_peer_going_away = true;
                     peer.stop_using(id);
-                    tracing::info!("{peer} accepts no new streams on a link; it ends after them");
+                    tracing::info!("{peer} accepts no new streams; the link ends with its streams");
                 }
             }
         }
@@ -212,7 +214,7 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
 }
 
 async fn retire(peer: Arc<Peer>, handle: Handle) {
-    tracing::info!("there are two links to {peer}; one of them ends after its streams");
+    tracing::info!("there are two links to {peer}; one of them ends when its streams have ended");
     sleep(RETIRE_AFTER).await;
     handle.go_away();
 }

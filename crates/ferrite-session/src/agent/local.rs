@@ -73,7 +73,7 @@ pub(super) async fn carry(
                 add(&shared.counters.beyond_limits, 1);
                 return warn(&peer, destination, &error.to_string());
             }
-            Err((None, _)) => return, // it was reset
+            Err((None, _)) => return, // the program's connection was reset
             Err((Some(unused), error)) => {
                 peer.stop_using(id);
                 if error == OpenError::NamesUsedUp {
@@ -89,7 +89,7 @@ pub(super) async fn carry(
         match shared.is_transparent() {
             true => join_directly(&shared, socket, connect_directly(route)).await,
             false => {
-                // An engine there sees the address of this host.
+                // The engine on the peer's host sees the address of this host, not its alias.
                 let address = (peer.address.ip(), destination.port());
                 join_directly(&shared, socket, TcpStream::connect(address)).await;
             }
@@ -109,7 +109,7 @@ fn warn(peer: &Peer, destination: SocketAddr, why: &str) {
     }
 }
 
-/// Joins a program's connection with one that is being opened without a link.
+/// Joins a program's connection with a direct connection to the engine, which `connecting` opens.
 pub(super) async fn join_directly(
     shared: &Shared,
     mut socket: LocalSocket,

@@ -1,8 +1,8 @@
 //! The sockets of transparent mode that the agent connects itself.
 //!
-//! The rules redirect no socket with one of the two marks. So every socket that the agent connects
-//! to an engine has one. If the kernel refuses it the mark, the connection fails: without a mark,
-//! it would come back to the agent, without end.
+//! The rules do not redirect sockets with one of the two marks. So every socket that the agent
+//! connects to an engine gets a mark. If the kernel refuses to mark the socket, connecting fails:
+//! a connection without a mark would be redirected to the agent again and again.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,8 +11,9 @@ use ferrite_proto::mux::Route;
 use socket2::SockRef;
 use tokio::net::{TcpSocket, TcpStream};
 
-/// The mark of connections to engines of this host, from the addresses of other hosts. The engine's
-/// packets have it, too, and are routed back to this host by it.
+/// The mark of connections to engines of this host, from the addresses of other hosts. The packets
+/// that the engine sends have the same mark, and a routing rule for the mark keeps them on this
+/// host.
 pub const DELIVERY_MARK: u32 = 0xfe1;
 /// The mark of direct connections to other hosts.
 pub const DIRECT_MARK: u32 = 0xfe2;
@@ -22,7 +23,7 @@ pub(super) async fn connect_directly(
     Route { destination, source }: Route,
 ) -> io::Result<TcpStream> {
     let socket = direct_socket()?;
-    // The program's own port is in use: by the connection of the program to the agent.
+    // Takes any port: the program's own port is in use by its connection to the agent.
     socket.bind(SocketAddr::new(source.ip(), 0))?;
     socket.connect(destination).await
 }

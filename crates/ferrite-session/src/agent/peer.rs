@@ -45,13 +45,13 @@ struct State {
 /// How to get a link to a peer.
 #[derive(Debug)]
 pub(super) enum Way {
-    /// There is one.
+    /// There is a link.
     Link(LinkId, Handle),
     /// The caller must connect, and wait for a link until this time.
     Connect { until: Instant },
     /// The agent is already connecting. The caller must wait for a link until this time.
     Wait { until: Instant },
-    /// There is none in time.
+    /// There is no link, and none is expected in time.
     None,
 }
 
@@ -89,7 +89,8 @@ impl Peer {
         }
     }
 
-    /// Adds a link. Returns the one that must end after its streams, if there is one.
+    /// Adds a link. If the peer now has two links where one is enough, returns the one that must
+    /// end when its streams have ended.
     pub(super) fn add_link(
         &self,
         id: LinkId,
@@ -137,7 +138,7 @@ impl Peer {
         state.refused_at_ended_links + now.sum::<u64>()
     }
 
-    /// Notes that the agent could not connect. Returns how long it does not try again.
+    /// Notes that the agent could not connect. Returns the pause before its next attempt.
     pub(super) fn note_failure(&self, error: String) -> Duration {
         add(&self.counters.connect_failures, 1);
         let mut state = self.lock();
@@ -154,7 +155,7 @@ impl Peer {
         self.lock().error.clone()
     }
 
-    /// Accepts no further streams on any link. The links end after their streams.
+    /// Accepts no further streams on any link. The links end when their streams have ended.
     pub(super) fn go_away(&self) {
         for (_, handle) in self.lock().live.values() {
             handle.go_away();

@@ -6,9 +6,10 @@
 //! user of the peer's host can open one, and must not receive connections that are meant for the
 //! peer.
 //!
-//! With TLS, both agents are authenticated and share one link. If both connect at once, there are
-//! two links for a moment. Both sides keep the one whose caller has the lower instance, and let the
-//! other one finish its streams.
+//! With TLS, both agents are authenticated and share one link. If both connect at the same time,
+//! there are two links for a moment. Both sides keep the link that the agent with the lower
+//! instance has opened. The other link ends when its streams have ended. The instance is a random
+//! number of an agent's process, which the hello of a link carries.
 
 use std::time::{Duration, Instant};
 
@@ -28,13 +29,13 @@ pub(super) struct LinkId(pub(super) u64);
 /// What to do for a connection to a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Carry it over this link.
+    /// Carry the connection over this link.
     Use(LinkId),
-    /// Connect to the peer, and wait for a link until then.
+    /// Connect to the peer, and wait for a link until this time.
     Connect { until: Instant },
-    /// Wait for a link until then. The agent connects already.
+    /// Wait for a link until this time. The agent is already connecting.
     Wait { until: Instant },
-    /// There is no link in time.
+    /// There is no link, and none is expected in time.
     Unavailable,
 }
 
@@ -45,9 +46,9 @@ pub(super) struct PeerLinks {
     shared_by: Option<u64>,
     /// The link that new streams use.
     active: Option<Active>,
-    /// If the agent connects: how long connections wait for that.
+    /// While the agent is connecting: until when connections wait for the link.
     connecting: Option<Instant>,
-    /// After a failure: when the agent connects again.
+    /// After a failure: the time from which the agent may connect again.
     again_at: Option<Instant>,
     pause: Duration,
 }
@@ -75,7 +76,7 @@ impl PeerLinks {
         self.active.map(|active| active.id)
     }
 
-    /// Returns how long the agent does not connect after the last failure.
+    /// Returns the pause after the last failure, in which the agent does not connect.
     pub(super) fn pause(&self) -> Duration {
         self.pause
     }
@@ -112,8 +113,8 @@ impl PeerLinks {
         }
     }
 
-    /// Notes a new link. Returns the link that must end after its streams, if there are two for the
-    /// streams of this side now.
+    /// Notes a new link. If there are now two links for the streams of this side, returns the one
+    /// that must end when its streams have ended.
     pub(super) fn handle_up(
         &mut self,
         id: LinkId,
@@ -123,7 +124,8 @@ impl PeerLinks {
         if side == Side::Caller {
             self.connecting = None;
         }
-        // Also if the peer has opened it: then this agent can probably open one, too.
+        // Ends the pause even if the peer has opened the link: then this agent can probably open
+        // one, too.
         self.again_at = None;
         self.pause = Duration::ZERO;
         let new = Active { id, side, peer_instance };
@@ -141,8 +143,8 @@ impl PeerLinks {
             Side::Caller => own_instance,
             Side::Called => link.peer_instance,
         };
-        // Two links that the same side has opened, or links to two processes, are not the result
-        // of connecting at once: the other side has given up the old one.
+        // Both agents have connected at the same time only if each of the same two processes has
+        // opened one of the links. Otherwise the peer has given up the old link.
         let is_glare = old.peer_instance == peer_instance && old.side != side;
         if is_glare && caller_of(old) < caller_of(new) {
             return Some(new.id);
@@ -199,7 +201,8 @@ mod tests {
             assert_eq!(links.next_step(now + pause - BUDGET), Step::Unavailable);
             now += pause;
         }
-        // A link of the peer ends the pause, and the next failure has the first one again.
+        // A link that the peer opens ends the pause. After the next failure, the pause is as short
+        // as after the first one.
         handle_contact(&mut links);
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
         links.handle_failure(now);

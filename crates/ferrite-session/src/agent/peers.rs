@@ -8,13 +8,13 @@ use super::config::{AgentConfig, AgentPeer, Transparent};
 use super::peer::Peer;
 use super::stats::AgentPeerStats;
 
-/// The number of peers beyond which no host becomes one by itself.
+/// Maximum number of peers. Beyond it, no further host of the networks becomes a peer.
 const PEERS_MAX: usize = 4096;
 
 /// The peers of an agent.
 #[derive(Debug)]
 pub(super) struct Peers {
-    /// In the order of the settings; then those that have become peers by themselves.
+    /// The peers of the settings in their order, then the hosts that have become peers later.
     known: RwLock<Vec<Arc<Peer>>>,
     /// The number of peers in the settings.
     configured: usize,
@@ -62,7 +62,8 @@ impl Peers {
         peers
     }
 
-    /// Returns the peer at an address of the network, if a host there may be one.
+    /// Returns the peer with this address. In transparent mode, makes a host of the networks a
+    /// peer. Returns `None` for addresses that belong to no peer.
     pub(super) fn at(&self, ip: IpAddr) -> Option<Arc<Peer>> {
         let find = |known: &[Arc<Peer>]| known.iter().find(|peer| peer.address.ip() == ip).cloned();
         if let Some(peer) = find(&self.known.read().unwrap_or_else(PoisonError::into_inner)) {
@@ -86,7 +87,7 @@ impl Peers {
         Some(peer)
     }
 
-    /// Returns the state of the peers, without hosts that have turned out to have no agent.
+    /// Returns the state of the peers, without hosts of the networks that never had a link.
     pub(super) fn stats(&self) -> Vec<AgentPeerStats> {
         let all = self.all().into_iter().map(|peer| peer.stats()).enumerate();
         let shown = all.filter(|(index, stats)| *index < self.configured || stats.links_opened > 0);

@@ -1,4 +1,5 @@
-//! A connection of a local program, which ends as its stream ends.
+//! A connection of a local program, which ends in the same way as its stream: in order or by a
+//! reset.
 
 use std::io;
 use std::pin::Pin;
@@ -14,9 +15,9 @@ use crate::tcp_keepalive::enable_tcp_keepalive;
 
 /// A connection to a local program: to one that has connected, or to an engine.
 ///
-/// The program gets the end of the stream only if both directions have ended. Until then the socket
-/// has a linger time of zero: however this ends, also if the process is killed, the kernel resets
-/// the connection, so that a program never takes a failure for the end.
+/// The connection ends in order only if both directions have ended. Until then the socket has a
+/// linger time of zero. If the socket is closed earlier for any reason, even because the agent is
+/// killed, the kernel resets the connection. So a program never mistakes a failure for the end.
 #[derive(Debug)]
 pub(super) struct LocalSocket {
     socket: TcpStream,
@@ -29,8 +30,8 @@ pub(super) struct LocalSocket {
 
 impl LocalSocket {
     pub(super) fn new(socket: TcpStream) -> Self {
-        let _ = socket.set_nodelay(true); // only costs time
-        let _ = socket.set_zero_linger(); // fails only if the connection has
+        let _ = socket.set_nodelay(true); // a failure only makes the connection slower
+        let _ = socket.set_zero_linger(); // fails only if the connection has failed
         enable_tcp_keepalive(&socket);
         Self { socket, has_ended: false, is_shut_down: false, meter: None }
     }
@@ -41,7 +42,7 @@ impl LocalSocket {
         self
     }
 
-    /// Counts nothing any more: the stream was not opened.
+    /// Ends the counting, because the stream was not opened.
     pub(super) fn unmetered(mut self) -> Self {
         self.meter = None;
         self
@@ -49,8 +50,8 @@ impl LocalSocket {
 }
 
 impl LocalSocket {
-    /// Lets the connection end in order once both directions have. The kernel still delivers what
-    /// the program has not read. With a linger time of zero it would drop that.
+    /// Lets the connection end in order once both directions have ended. The kernel then delivers
+    /// the bytes that the program has not read. With a linger time of zero it would drop them.
     fn check_end(&self) {
         if self.has_ended && self.is_shut_down {
             let _ = sockopt::set_socket_linger(&self.socket, None);
@@ -60,7 +61,8 @@ impl LocalSocket {
 
 impl MuxSocket for LocalSocket {
     fn reset(self) {
-        let _ = self.socket.set_zero_linger(); // both directions may have ended
+        // `check_end` has changed the linger time if both directions have ended.
+        let _ = self.socket.set_zero_linger();
     }
 
     fn failure(&self) -> Option<io::Error> {
@@ -170,7 +172,7 @@ mod tests {
         }
     }
 
-    /// What the kernel does when it closes the descriptors of a killed process.
+    /// Closes the descriptor as the kernel does for a killed process.
     #[tokio::test]
     async fn closed_descriptor_resets_the_program_unless_both_directions_have_ended() {
         for has_half_ended in [false, true] {

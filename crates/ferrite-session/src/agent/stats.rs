@@ -1,4 +1,4 @@
-//! Counters of an agent, and what they are when somebody asks.
+//! Counters of an agent, and the copies of them that a caller gets.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -49,13 +49,13 @@ impl Refused {
 /// Why a link of a peer was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LinkRefused {
-    /// Its address belongs to no peer.
+    /// The address of the link belongs to no peer.
     Address,
-    /// Its certificate belongs to no peer.
+    /// The certificate of the link belongs to no peer.
     Certificate,
     /// There are too many links to the peer.
     TooMany,
-    /// It does not use RDMA, which is required.
+    /// The link does not use RDMA, which is required.
     Transport,
 }
 
@@ -81,11 +81,11 @@ pub(super) struct Counters {
     pub(super) without_link: AtomicU64,
     /// Local connections that were reset because of a limit of the link.
     pub(super) beyond_limits: AtomicU64,
-    /// Local connections that were reset because they were meant for the agent itself.
+    /// Connections to the agent's own listener, which no rule has redirected. They were reset.
     pub(super) looped: AtomicU64,
     /// Local connections that went directly by TCP.
     pub(super) direct: AtomicU64,
-    /// Connections to engines from another port than the program's.
+    /// Connections to engines from another port than that of the program.
     pub(super) ports_changed: AtomicU64,
     links_refused: [AtomicU64; LinkRefused::ALL.len()],
 }
@@ -166,8 +166,8 @@ pub struct AgentStats {
     pub without_link: u64,
     /// Local connections that were reset because the link had too many streams.
     pub beyond_limits: u64,
-    /// Local connections that were reset because nothing had redirected them, so that they would
-    /// have come back to this agent.
+    /// Local connections that were reset because they were opened to the agent's own listener, not
+    /// redirected to it. Carried on, they would have come back to this agent.
     pub looped: u64,
     /// Local connections that went directly by TCP, without an agent.
     pub direct: u64,
@@ -187,8 +187,8 @@ pub struct AgentPeerStats {
     pub alias: Ipv4Addr,
     /// The address of its agent.
     pub address: SocketAddr,
-    /// The transports of the links to it. Usually there is one with TLS. Without TLS, there is one
-    /// that each side has opened.
+    /// The transports of the links to the peer. Usually there is one link with TLS. Without TLS,
+    /// there are two, of which each side has opened one.
     pub links: Vec<Transport>,
     /// Why the last attempt to connect failed, if there was no link since.
     pub error: Option<String>,
@@ -198,9 +198,9 @@ pub struct AgentPeerStats {
     pub opened: [u64; Class::ALL.len()],
     /// Streams of the peer that were connected to an engine, by class.
     pub accepted: [u64; Class::ALL.len()],
-    /// Bytes of local programs.
+    /// Bytes that local programs have sent to the peer.
     pub bytes_to_peer: u64,
-    /// Bytes that local programs have got.
+    /// Bytes that local programs have received from the peer.
     pub bytes_from_peer: u64,
     /// Links that were opened, by either side.
     pub links_opened: u64,
@@ -233,7 +233,7 @@ impl Counters {
 }
 
 impl PeerCounters {
-    /// Returns the counters, without what is not counted here.
+    /// Returns the counters. The caller adds the links and the error.
     pub(super) fn stats(&self, alias: Ipv4Addr, address: SocketAddr) -> AgentPeerStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let each = |counters: &[AtomicU64; 3]| counters.each_ref().map(of);

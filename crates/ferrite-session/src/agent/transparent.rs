@@ -27,7 +27,7 @@ pub(super) async fn accept(shared: Arc<Shared>, listener: TcpListener) {
     loop {
         match listener.accept().await {
             Ok((socket, source)) => {
-                // Resets the connection if it goes nowhere.
+                // If nothing carries the connection, dropping the `LocalSocket` resets it.
                 let destination = original_destination(&socket);
                 let socket = LocalSocket::new(socket);
                 match destination.filter(|destination| *destination != own) {
@@ -47,7 +47,7 @@ fn original_destination(socket: &TcpStream) -> Option<SocketAddr> {
 
 fn begin(shared: &Arc<Shared>, socket: LocalSocket, route: Route) {
     let shared_too = Arc::clone(shared);
-    // A peer accepts only the address that it knows this host by.
+    // A peer accepts only streams whose source is the address that it knows this host by.
     let is_own = route.source.ip() == shared.admission.alias;
     match shared.peers.at(route.destination.ip()).filter(|_| is_own) {
         Some(peer) => shared.spawn(carry(shared_too, peer, socket, route)),
@@ -63,8 +63,8 @@ fn refuse_own(shared: &Shared, source: SocketAddr) {
     static LINES: LogLimit = LogLimit::new();
     if let Some(others) = LINES.pass() {
         tracing::warn!(
-            "refused a connection from {source} to the agent's own listener: only the redirecting \
-             rules may lead there{others}"
+            "refused a connection from {source} to the agent's own listener, which accepts only \
+             redirected connections{others}"
         );
     }
 }
@@ -94,8 +94,8 @@ impl Agent {
         sockets.map(drop).map_err(|error| format!("cannot mark sockets: {error}"))
     }
 
-    /// Checks that an engine of this host can be reached from the address of another host, and that
-    /// its answers, also a refusal, arrive here instead of there.
+    /// Checks that an engine of this host can be reached from the address of another host. The
+    /// engine's answers, also a refusal, must stay on this host.
     ///
     /// # Errors
     /// Returns what failed.
@@ -115,13 +115,16 @@ impl Agent {
         drop(engine);
         match connect(address).await {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
-            Err(error) => Err(format!("a refusal does not arrive: {error}")),
+            Err(error) => Err(format!(
+                "from {foreign} to {own} on this host: the refusal of a closed port does not \
+                 arrive: {error}"
+            )),
             Ok(_) => Ok(()), // another program listens there now
         }
     }
 
-    /// Checks that the rules redirect a connection of a program, and none that has a mark. The
-    /// connections of the check do not leave this host.
+    /// Checks that the rules redirect a connection of a program, but no connection that has a mark.
+    /// The connections of the check do not leave this host.
     ///
     /// # Errors
     /// Returns what the rules do instead.
@@ -134,7 +137,8 @@ impl Agent {
         };
         let failed = |error: io::Error| format!("cannot check the redirecting rules: {error}");
         let destination = SocketAddrV4::new(ip, port);
-        // Those with a mark come first. So if one is redirected, it is accepted first.
+        // Opens the connections with a mark first. If the rules redirect one of them, `accept`
+        // returns it before the connection without a mark.
         let mut marked = Vec::new();
         for mark in [DELIVERY_MARK, DIRECT_MARK] {
             marked.push(dial_on_loopback(Some(mark), destination).map_err(failed)?);

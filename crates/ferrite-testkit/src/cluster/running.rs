@@ -11,7 +11,7 @@ use crate::wait::{TIMEOUT, until_or};
 
 /// The number of slots of a cluster.
 pub const SLOTS: u16 = 16_384;
-/// Without answers for this time, nodes regard a node as failed.
+/// How long a node may be silent before other nodes regard it as failed.
 const NODE_TIMEOUT_MS: &str = "2000";
 
 /// A node of a [`Cluster`].
@@ -199,14 +199,14 @@ impl Cluster {
         }
     }
 
-    /// Begins to move a slot. From now on its new keys are written at the other primary.
+    /// Begins to move a slot. From then on, new keys of the slot are written at the primary `to`.
     pub fn begin_move(&self, slot: u16, from: usize, to: usize) {
         let (slot, [source, target]) = (slot.to_string(), [from, to].map(|at| &self.nodes[at].id));
         let () = self.ask(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", source]);
         let () = self.ask(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", target]);
     }
 
-    /// Moves up to `count` keys of a slot that is being moved. Returns how many there were.
+    /// Moves up to `count` keys of a slot that is being moved. Returns how many it has moved.
     pub fn move_keys(&self, slot: u16, from: usize, to: usize, count: u32) -> usize {
         let address = self.nodes[to].address;
         let [ip, port] = [address.ip().to_string(), address.port().to_string()];

@@ -1,6 +1,6 @@
 //! What transparent mode needs of the host: two settings of the kernel, a routing rule and a route.
-//! With them, the answers of engines to connections from the addresses of other hosts stay on this
-//! host. The agent sets what is missing, or says how.
+//! The agent connects to an engine from the address of another host. With this setup, the engine's
+//! answers stay on this host. The agent makes the setup, or prints the commands for it.
 
 use std::fmt::Write as _;
 use std::net::Ipv4Addr;
@@ -10,17 +10,18 @@ use std::process::Command;
 use anyhow::Context as _;
 use ferrite_session::agent::DELIVERY_MARK;
 
-/// The settings of the kernel. Sockets that an engine accepts get the mark of the connection; and
-/// so do resets that no socket sends.
+/// The settings of the kernel. With the first, a socket that an engine accepts gets the mark of the
+/// packet that opened the connection. With the second, a reset that no socket sends gets the mark
+/// of the packet that it answers.
 const SYSCTLS: [&str; 2] = ["net.ipv4.tcp_fwmark_accept", "net.ipv4.fwmark_reflect"];
-/// The routing table. It has the number of the mark, because small numbers are often in use.
+/// The number of the routing table: that of the mark, because small numbers are often in use.
 const TABLE: u32 = DELIVERY_MARK;
 
 /// Returns the commands that prepare a host.
 pub(crate) fn commands() -> String {
     let mut text = String::new();
     for name in SYSCTLS {
-        let _ = writeln!(text, "sysctl -w {name}=1"); // a String takes everything
+        let _ = writeln!(text, "sysctl -w {name}=1"); // writing to a String cannot fail
     }
     for words in [rule(), route()] {
         let _ = writeln!(text, "ip {}", words.join(" "));
@@ -38,7 +39,7 @@ fn route() -> Vec<String> {
     ["route", "replace", "local", "default", "dev", "lo", "table", &table].map(Into::into).into()
 }
 
-/// Prepares this host, as far as it is not.
+/// Makes the parts of the setup that are missing. `peer` is the address of any other host.
 pub(crate) fn prepare(peer: Option<Ipv4Addr>) -> anyhow::Result<()> {
     let prepared = SYSCTLS.into_iter().try_for_each(set).and_then(|()| match peer {
         Some(peer) => add_route(peer),
@@ -68,7 +69,7 @@ fn add_route(peer: Ipv4Addr) -> anyhow::Result<()> {
         ip(&words)?;
         tracing::info!("ran ip {}", words.join(" "));
     }
-    anyhow::ensure!(is_routed_here(peer)?, "another routing rule comes first: see ip rule");
+    anyhow::ensure!(is_routed_here(peer)?, "another routing rule comes first; see `ip rule`");
     Ok(())
 }
 
@@ -87,7 +88,8 @@ fn ip(words: &[String]) -> anyhow::Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Finds a program of the administrator, also where the search path of other users does not look.
+/// Finds a program in PATH, or in the directories of administrators' programs, which the PATH of
+/// other users often lacks.
 pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
     let paths = std::env::var_os("PATH").unwrap_or_default();
     let more = ["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from);

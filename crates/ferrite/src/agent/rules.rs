@@ -1,10 +1,11 @@
 //! The rules that redirect connections to the agent.
 //!
 //! The kernel removes the rules when their owner ends (`flags owner`), so that a dead agent does
-//! not cut off its host. The owner is a child, `nft -i`, which ends when its input does: the agent
-//! holds the other end of that pipe. So the rules end with the agent, however it ends.
+//! not cut off its host. The owner is a child process, `nft -i`, which ends at the end of its
+//! input. Its input is a pipe that the agent writes to. If the agent ends for any reason, the pipe
+//! is closed, `nft` ends and the rules are removed.
 //!
-//! Two agents can have rules at a time, while a new one takes over from one that drains. Each has a
+//! While a new agent takes over from an old one that drains, both have rules. So each process has a
 //! table of its own.
 
 use std::process::Stdio;
@@ -41,7 +42,7 @@ pub(super) struct Rules {
     owner: Owner,
 }
 
-/// `nft -i`
+/// The process that owns the rules: `nft -i`.
 #[derive(Debug)]
 struct Owner {
     child: Child,
@@ -71,8 +72,8 @@ impl Redirection {
         let networks: Vec<_> = self.networks.iter().map(ToString::to_string).collect();
         let (networks, ports) = (networks.join(", "), self.ports.to_string().replace(',', ", "));
         let last = self.last_rule();
-        // Only the first packet of a connection is redirected. One that was there before stays as
-        // it is.
+        // Only the first packet of a connection passes these rules. If it is redirected, the kernel
+        // redirects the whole connection. Connections that are older than the rules stay direct.
         [
             format!("add table ip {table} {{ flags owner; }}"),
             format!(
@@ -109,7 +110,7 @@ impl Rules {
             let ended = self.owner.child.wait().await;
             let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
             tracing::error!(
-                "nft has ended ({status}), so connections are not redirected: they go by TCP"
+                "nft has ended ({status}): new connections are not redirected and use TCP directly"
             );
             loop {
                 sleep(PAUSE).await;
@@ -122,8 +123,8 @@ impl Rules {
         }
     }
 
-    /// Redirects no further connections. Those that were redirected go on: the chain stays, and has
-    /// a rule that needs the kernel to track connections, which it translates their addresses by.
+    /// Redirects no further connections. Connections that were redirected before stay open: the chain
+    /// stays, and one rule makes the kernel track connections, so it translates their addresses.
     pub(super) async fn stop(&mut self) {
         let chain = format!("ip {} out", Redirection::table());
         let flush = format!("flush chain {chain}; add rule {chain} ct state new return");
@@ -155,7 +156,7 @@ impl Owner {
         let listed = owner.run(&redirection.commands()).await?;
         let last = redirection.last_rule();
         if !listed.iter().any(|line| is_same_rule(line, &last)) {
-            bail!("nft has not set the rules; it lists: {}", listed.join(" "));
+            bail!("nft has not set the rules; the chain has: {}", listed.join(" "));
         }
         Ok(owner)
     }

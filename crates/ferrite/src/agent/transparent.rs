@@ -14,8 +14,8 @@ use super::host_setup;
 use super::rules::{Redirection, Rules};
 use crate::settings::WrongSettings;
 
-/// How long connections may still arrive after the rules were removed: those that were redirected
-/// before, within this host.
+/// How long the agent accepts connections after it has removed the rules. A connection that was
+/// redirected just before reaches the agent within this time, because it does not leave the host.
 const LAST_REDIRECTED: Duration = Duration::from_millis(50);
 
 /// Returns the settings of transparent mode. There the alias of a host is its own address.
@@ -41,7 +41,7 @@ pub(super) fn config(values: &Values, listen: &[SocketAddr]) -> Result<AgentConf
         return Err(WrongSettings(why.into()));
     }
     let mut config = AgentConfig::new(*own.ip());
-    // The list may be the same on all hosts.
+    // All hosts may have the same list, so it may name this host, too.
     let mut others: Vec<Ipv4Addr> = networks.iter().filter_map(peer::Network::address).collect();
     others.retain(|ip| ip != own.ip());
     others.sort_unstable();

@@ -26,7 +26,7 @@ const CACHE_LINE: usize = 64;
 /// repost late.
 const RECV_DEPTH: u32 = 16;
 const SEND_DEPTH: u32 = 128;
-/// One of this many sends or writes is signaled. Its completion frees the queue entries of all
+/// One in this many sends or writes is signaled. Its completion frees the queue entries of all
 /// requests up to it.
 const SIGNAL_EVERY: u64 = 50;
 /// The `wr_id` of receives. The `wr_id` of a request in the send queue is its number, from 1.

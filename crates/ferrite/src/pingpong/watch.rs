@@ -35,7 +35,7 @@ pub(crate) enum ConnectionLost {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rounds {
     done: u64,
-    /// 0 if this side does not count them.
+    /// The number of rounds in the run; 0 if this side does not count them.
     total: u64,
 }
 

@@ -23,7 +23,7 @@ const LEVELS: [&str; 4] = [" # ", " * ", " - ", " . "];
 /// Precedes the module's text in the log of any engine.
 const MODULE: &str = "> ferrite: ";
 
-/// Passes the output of one engine on, and keeps the end of it.
+/// Passes the output of one engine on, and keeps its last lines.
 pub(super) struct EngineLog {
     tail: Arc<Mutex<LogTail>>,
     readers: Vec<JoinHandle<()>>,

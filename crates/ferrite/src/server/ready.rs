@@ -44,7 +44,7 @@ pub(super) struct Report {
 pub(super) struct Loading {
     loaded_bytes: Option<u64>,
     total_bytes: Option<u64>,
-    /// The engine's own estimate.
+    /// The engine's own estimate of the remaining time.
     seconds_left: Option<u64>,
 }
 

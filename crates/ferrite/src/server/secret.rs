@@ -6,7 +6,7 @@
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-/// Replaces a secret.
+/// The text that replaces a secret.
 const HIDDEN: &str = "…";
 /// Parts of names whose values are secrets. A directive that ferrite does not know, of a module or
 /// of a later engine, is hidden if its name contains one of these parts.

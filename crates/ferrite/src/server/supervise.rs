@@ -92,9 +92,9 @@ impl<'a> Supervisor<'a> {
         })
     }
 
-    /// Runs engines until one ends that is not restarted. Returns the exit status of that engine,
-    /// or an error if it failed. Before it returns an error, prints the `ended` event if any engine
-    /// has been ready.
+    /// Runs the engine, and restarts it as configured. Returns the exit status of the last run, or
+    /// an error if that run failed. Before it returns an error, prints the `ended` event if the
+    /// engine was ready in any run.
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
         let ended = self.run_all().await;
         let error = ended.as_ref().err().and_then(|error| error.downcast_ref::<ServerError>());

@@ -14,8 +14,8 @@ use crate::address;
 const DEFAULT_PORT: u16 = 9121;
 
 /// Metrics and their names in `Snapshot::totals`. If a metric has a label here, only samples with
-/// that label count. Several metrics may have the same name here, because a program exports either
-/// the gateway's metrics or the relay's. They are added.
+/// that label count. Several metrics may have the same name here, and their values are added: a
+/// program exports either the gateway's metrics or the relay's.
 const TOTALS: [(&str, &str); 28] = [
     ("ferrite_sessions_refused_total", "refused"),
     ("ferrite_sessions_killed_total", "killed"),

@@ -57,7 +57,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App) {
     contents.rotate_left(app.first_box % count);
     let mut contents = contents.into_iter().peekable();
     draw_boxes(frame, boxes, &mut contents);
-    // If not all boxes fit into one row, a terminal that is high enough gets further rows.
+    // If not all boxes fit into one row, a terminal that is high enough gets further rows of boxes.
     let below = if snapshot.sessions.is_some() { SESSIONS_MIN } else { COUNTERS_MIN };
     let mut table = table;
     while table.height >= BOXES + below
@@ -91,8 +91,8 @@ struct Contents<'a> {
     lines: Box<dyn Fn(usize) -> Vec<Line<'static>> + 'a>,
 }
 
-/// Draws the boxes that fit next to each other. What is left of the width goes to the boxes that
-/// would otherwise shorten something. The last box of all gets the rest.
+/// Draws the boxes that fit next to each other. Boxes that would shorten a text get the spare
+/// width. If the last of all boxes is drawn, it gets the width that the other boxes do not need.
 fn draw_boxes<'a>(
     frame: &mut Frame<'_>,
     mut left: Rect,
@@ -322,7 +322,7 @@ fn draw_counters(frame: &mut Frame<'_>, app: &App, area: Rect) {
         return;
     }
     let right = |text: String| Cell::from(Line::from(text).right_aligned());
-    let heading = ["device, port, counter", "in all", "per second"];
+    let heading = ["device, port, counter", "total", "per second"];
     let heading = Row::new(heading.map(|name| match name {
         "device, port, counter" => Cell::from(name),
         name => right(name.to_owned()),

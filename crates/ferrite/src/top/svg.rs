@@ -10,7 +10,7 @@ use ratatui::style::{Color, Modifier};
 use super::app::App;
 use super::draw;
 
-/// The size of a cell.
+/// The width and the height of a cell of the screen.
 const CELL: (f64, f64) = (8.4, 18.0);
 const BACKGROUND: &str = "#1e1e1e";
 const FOREGROUND: &str = "#d4d4d4";

@@ -14,8 +14,8 @@ const KEYS: usize = 3000;
 /// The number of slots to move.
 const SLOTS: &str = "50";
 
-/// Without answers for this time, nodes regard a node as failed. Longer than a busy machine lets a
-/// node wait for a CPU.
+/// How long a node may be silent before other nodes regard it as failed. On a busy machine, a live
+/// node may wait for a CPU for seconds.
 const NODE_TIMEOUT_MS: &str = "8000";
 
 /// The engines, by host and port. There are no engines of killed nodes.
@@ -54,7 +54,7 @@ pub(crate) fn works(group: &Group, over_tcp: bool) {
         assert!(sum(&samples, "agent_bytes_total{", "") > 0.0);
         assert!(sum(&samples, "agent_links_lost_total{", "") == 0.0, "{samples:?}");
         assert!(sum(&samples, "agent_direct_connections_total", "") == 0.0);
-        // Connections to the killed engine are refused, and nothing else.
+        // Only connections to the killed engine are refused.
         let refused = sum(&samples, "agent_opens_refused_total{", "");
         let by_engine = sum(&samples, "agent_opens_refused_total{cause=\"engine_refused\"", "");
         assert!((refused - by_engine).abs() < f64::EPSILON, "{samples:?}");
@@ -136,7 +136,7 @@ fn primaries(nodes: &Nodes) -> Vec<Primary> {
         });
         let (id, slots) = (words[0].to_owned(), slots.collect::<Vec<_>>());
         if slots.is_empty() {
-            return None; // a replica that this node does not know as one yet
+            return None; // without slots: a replica that this node still lists as a primary
         }
         Some(Primary { id, at: (host, port.parse().expect("a port")), slots })
     };
@@ -253,7 +253,7 @@ fn fail_over_by_hand(group: &Group, nodes: &Nodes) {
 
 fn fail_over_after_kill(group: &Group, nodes: &mut Nodes) {
     let (replica, primary) = replica(nodes);
-    // The replica must have everything, because the primary is lost.
+    // Waits until the replica has all writes, because the primary is killed next.
     let mut client = group.client(primary.0 % 3 + 1, primary.0, primary.1);
     assert_eq!(client.ask(&["WAIT", "1", "30000"]), ":1");
     let mut killed = nodes.remove(&primary).expect("the primary");

@@ -15,7 +15,7 @@ use crate::metrics::harness::Running;
 
 /// The ports of engines and of their cluster bus.
 pub(crate) const PORTS: &str = "7001-7002,17001-17002";
-/// The same ports, and that of Sentinel.
+/// The ports of [`PORTS`], and the port of Sentinel.
 pub(crate) const PORTS_OF_ALL: &str = "7001-7002,17001-17002,26379";
 /// The password of all engines.
 pub(crate) const PASSWORD: &str = "secret";
@@ -33,7 +33,7 @@ pub(crate) const NOBODY: &[&str] = &[
     "--clear-groups",
 ];
 
-/// Starts a program as a user without rights but those that transparent mode needs.
+/// Starts a program as a user whose only privileges are those that transparent mode needs.
 pub(crate) const NETWORK_ADMIN: &[&str] = &[
     "setpriv",
     "--no-new-privs",
@@ -61,8 +61,8 @@ impl Certificates {
         Self { ca: Ca::new(), files: TempDir::new("agent-certificates") }
     }
 
-    /// Returns the options of an agent that presents a certificate. `ca` is the authority that it
-    /// knows.
+    /// Returns the options of an agent that presents a certificate. `ca` is the authority that the
+    /// agent trusts.
     pub(crate) fn options(&self, ca: &Ca, name: &str, issued: &Issued) -> Vec<String> {
         let files = ca.files(&self.files, name, issued);
         let flags = ["--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file"];
@@ -73,13 +73,13 @@ impl Certificates {
 
 /// Hosts with an agent each, numbered from 1.
 pub(crate) struct Group {
-    // Ended before their hosts.
+    // Declared before `hosts`, so that the agents end before their hosts.
     pub(crate) agents: Vec<Running>,
     pub(crate) hosts: Hosts,
     options: Vec<String>,
     /// With TLS, agents authenticate each other and share one link.
     pub(crate) certificates: Option<Certificates>,
-    /// The words before the command line of an agent: what makes it a user with few rights.
+    /// The words before the command line of an agent, which run it as a user with few rights.
     user: &'static [&'static str],
     is_transparent: bool,
 }
@@ -272,7 +272,7 @@ impl Group {
     }
 
     /// Asserts that the only TCP connections between the hosts are the links. `over_tcp` is false
-    /// if the links use RDMA alone: then there is none. With TLS, each link has one.
+    /// if the links use RDMA alone and have no TCP connection. With TLS, each link has one.
     #[track_caller]
     pub(crate) fn assert_only_links(&self, over_tcp: bool) {
         if self.is_transparent {

@@ -16,7 +16,7 @@ pub(crate) fn nft(hosts: &Hosts, host: usize, command: &str) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Begins to count.
+/// Begins to count the packets of a host.
 pub(crate) fn count(hosts: &Hosts, host: usize) {
     let ports = PORTS_OF_ALL.replace(',', ", ");
     let mut text = "add table inet wire; add counter inet wire engines; \
@@ -48,7 +48,7 @@ pub(crate) fn packets(hosts: &Hosts, host: usize) -> (u64, u64) {
     (of("engines"), of("links"))
 }
 
-/// Asserts that no packet of an engine has passed the interface of a host, but packets of links.
+/// Asserts that packets of links have passed the interface of a host, and no packet of an engine.
 #[track_caller]
 pub(crate) fn assert_only_links(hosts: &Hosts, host: usize) {
     let (engines, links) = packets(hosts, host);

@@ -199,7 +199,7 @@ fn text_log_has_times_and_levels() {
         let time = words.next().expect("a time");
         assert!(time.ends_with('Z'), "{line}");
         let time: Timestamp = time.parse().unwrap_or_else(|error| panic!("{error}: {line}"));
-        // The log has microseconds.
+        // Compares microseconds, because the log has no smaller unit.
         assert!(begun.as_microsecond() <= time.as_microsecond(), "{begun}: {line}");
         assert!(time <= Timestamp::now(), "{line}");
         levels.push(words.next().expect("a level").to_owned());

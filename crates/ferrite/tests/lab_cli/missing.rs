@@ -135,7 +135,7 @@ fn names_the_whole_memory_that_is_needed() {
     let needed = message.split("about ").nth(1).and_then(|rest| rest.split(' ').next());
     let needed: u64 = needed.and_then(|number| number.parse().ok()).expect("a number of MiB");
     assert!(needed > 8, "{message}");
-    // The time limit ends the gateway, not an error.
+    // With this much memory, the gateway runs until `timeout` stops it.
     let short = [&["timeout", "-s", "TERM", "5", env!("CARGO_BIN_EXE_ferrite")][..], &gateway];
     let line = format!(
         "{open} && ulimit -l {} && exec setpriv --reuid=65534 --regid=65534 --clear-groups {}",

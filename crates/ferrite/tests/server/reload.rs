@@ -65,7 +65,7 @@ fn settings_of_sighup_survive_a_restart_of_the_engine() {
 
 /// The log does not claim that a rejected setting changed, and the next SIGHUP tries again.
 #[test]
-fn sighup_tries_again_what_the_engine_did_not_take() {
+fn sighup_retries_settings_that_the_engine_rejected() {
     let (directory, network) = (directory(), network());
     let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
     let event = server.event("ready");

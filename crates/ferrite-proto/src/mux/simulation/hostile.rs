@@ -207,7 +207,7 @@ fn data(stream: StreamId, length: u32, next_class: Option<Class>) -> Vec<u8> {
     record
 }
 
-/// Opens far more streams than allowed, and reads the refusals or not.
+/// Opens far more streams than allowed. Reads the refusals, or leaves them unread.
 fn flood_of_opens(victim: &mut Victim, random: &mut Random) -> Result<u64, Violation> {
     let (peer, reads) = (victim.peer(), chance(random, 50));
     let most = victim.mux.config().max_streams - victim.mux.config().bus_streams;

@@ -12,9 +12,9 @@ use crate::mux::{Cause, Class, End, Filled, Side, StreamId};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Plan {
     Fin,
-    /// Its connection breaks at the end.
+    /// The program's connection breaks at the end.
     Break,
-    /// It keeps the stream open until the adversary has stopped.
+    /// The program keeps the stream open until the adversary has stopped.
     Keep,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Program {
     has_sent_fin: bool,
     received: u64,
     has_received_fin: bool,
-    /// Received and not consumed.
+    /// The number of bytes that were received and not consumed.
     held: u32,
     /// Whether the stream has ended at this side, and why.
     end: Option<End>,
@@ -109,7 +109,7 @@ fn content(stream: StreamId, from: Side, offset: u64) -> u8 {
 pub(super) struct Programs {
     /// The programs at both sides, of streams that exist there or have existed.
     all: BTreeMap<(StreamId, Side), Program>,
-    /// Those whose stream exists, by side.
+    /// The streams that exist at each side.
     live: [BTreeSet<StreamId>; 2],
     pub(super) is_calm: bool,
     /// When the wires work again after the path has moved.

@@ -118,7 +118,8 @@ impl Side {
         Ok(())
     }
 
-    /// Lets the programs of this side act. Returns what is worth showing.
+    /// Lets the programs of this side act. Returns the event that a shown run prints, if there is
+    /// one.
     pub(super) fn act(
         &mut self,
         programs: &mut Programs,
@@ -180,7 +181,7 @@ impl Side {
         Ok(())
     }
 
-    /// Sends what can be sent.
+    /// Packs all messages that can be sent, and posts them to the wire.
     pub(super) fn pump(
         &mut self,
         wire: &mut Wire,
@@ -286,8 +287,8 @@ impl Side {
             let open = mux.table.opened_by(opener);
             if open.bus + open.others > max_streams || open.others > max_streams - bus_streams {
                 return violation(format!(
-                    "{role:?}: more than {max_streams} streams, or than {bus_streams} fewer beside \
-                     the bus: {open:?}"
+                    "{role:?}: more than {max_streams} streams, or not {bus_streams} of them left \
+                     for the class bus: {open:?}"
                 ));
             }
         }

@@ -101,7 +101,7 @@ impl Wire {
         self.free_at_nanos = self.free_at_nanos.max((clock.micros + micros) * 1000);
     }
 
-    /// Sends frames until now.
+    /// Sends the frames that the wire can send up to the current time.
     pub(super) fn advance(&mut self, clock: &Clock) {
         while self.free_at_nanos < clock.micros * 1000 {
             let Some(at) = (0..Class::ALL.len())

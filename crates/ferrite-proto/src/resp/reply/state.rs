@@ -38,7 +38,7 @@ pub(super) enum State {
     Failed(ReplyError),
 }
 
-/// Values in one line.
+/// The kind of a value that consists of one line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scalar {
     /// Simple strings, errors, doubles: any bytes.
@@ -55,7 +55,7 @@ pub(super) enum Scalar {
     End,
 }
 
-/// Values that begin with a length.
+/// The kind of a value that begins with a length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SizedKind {
     Bulk,

@@ -26,8 +26,8 @@ use crate::latency::Latency;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const LINK_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// Measures all cases. If one fails, prints the results of those before it. If the first one fails,
-/// returns its error.
+/// Measures all cases. If a case fails, prints the results of the cases before it. If the first
+/// case fails, returns its error.
 pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<ExitCode> {
     let verbs = Verbs::system()?;
     let fabric = side::fabric(&verbs, options.local.map(|local| local.ip()), options)?;

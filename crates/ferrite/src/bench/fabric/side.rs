@@ -14,7 +14,7 @@ use crate::choice::Mode;
 /// One side of a session.
 pub(super) struct Side {
     pub(super) fabric: Fabric,
-    /// In the same order on both sides. The first carries the control messages.
+    /// The links, in the same order on both sides. The first link carries the control messages.
     pub(super) links: Vec<Link>,
 }
 

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_what_is_no_command() {
+    fn rejects_empty_commands_and_open_quotes() {
         assert!(Template::parse("  ").is_err_and(|error| error.contains("expected a command")));
         assert!(Template::parse("GET \"a").is_err_and(|error| error.contains("quotes")));
     }

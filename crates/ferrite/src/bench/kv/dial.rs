@@ -25,7 +25,7 @@ pub(super) struct TransportInfo {
     /// Whether the device is emulated in software.
     pub(super) software: bool,
     pub(super) fallback: Option<String>,
-    /// `None` for a Unix socket.
+    /// Tells whether the connection still uses this transport; `None` for a Unix socket.
     pub(super) observer: Option<TransportObserver>,
 }
 

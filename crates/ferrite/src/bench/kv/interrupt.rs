@@ -27,7 +27,7 @@ impl Interrupt {
             runtime.block_on(async {
                 signals.next().await;
                 progress.print_above(
-                    "ferrite: stopping and removing the keys; a second signal leaves them",
+                    "ferrite: stopping and removing the keys; a second signal stops at once",
                 );
                 let _ = sender.send(true);
                 signals.next().await;

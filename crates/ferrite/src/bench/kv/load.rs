@@ -40,13 +40,13 @@ struct Shared {
     plan: Plan,
     /// All connections start when the last one is open and authenticated.
     start: Barrier,
-    /// One for each connection.
+    /// The results so far, one for each connection.
     runs: Vec<SharedRun>,
 }
 
 impl Turn<'_> {
-    /// Runs all connections. If one fails, all end. Returns the results up to then, and the
-    /// failure.
+    /// Runs all connections. If one connection fails, all end. Returns the results up to that
+    /// point, and the failure.
     pub(super) fn run(&self) -> anyhow::Result<(Run, Option<anyhow::Error>)> {
         let Options { connections, threads, keys, zipf, size, .. } = *self.options;
         let primaries = find_primaries(self.options, self.rdma, self.key_space)?;

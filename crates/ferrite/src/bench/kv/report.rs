@@ -39,12 +39,12 @@ struct Row {
     late: u64,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for it")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde requires this signature")]
 fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-#[expect(clippy::ref_option, reason = "serde asks for it")]
+#[expect(clippy::ref_option, reason = "serde requires this signature")]
 fn optional_two_decimals<S: serde::Serializer>(
     figure: &Option<f64>,
     to: S,
