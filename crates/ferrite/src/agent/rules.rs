@@ -123,8 +123,9 @@ impl Rules {
         }
     }
 
-    /// Redirects no further connections. Connections that were redirected before stay open: the chain
-    /// stays, and one rule makes the kernel track connections, so it translates their addresses.
+    /// Redirects no further connections. Connections that were redirected before stay open: the
+    /// chain stays, and one rule makes the kernel track connections, so it translates their
+    /// addresses.
     pub(super) async fn stop(&mut self) {
         let chain = format!("ip {} out", Redirection::table());
         let flush = format!("flush chain {chain}; add rule {chain} ct state new return");
