@@ -73,8 +73,8 @@ fn refusals(stats: &AgentStats, out: &mut Exposition) {
     out.counters("agent_connections_refused", help, &reset);
     let help = "Connections of local programs that went directly by TCP, without an agent";
     out.counter("agent_direct_connections", help, stats.direct);
-    let help = "Connections to engines from another source port than the peer's program has, \
-                because that port was in use";
+    let help = "Connections to engines whose source port differs from the one that the peer's \
+                program used, because that port was in use";
     out.counter("agent_source_ports_changed", help, stats.ports_changed);
     let refused: Vec<_> = stats
         .links_refused
