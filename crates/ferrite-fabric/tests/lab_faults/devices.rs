@@ -251,8 +251,9 @@ fn own_device_removed_while_returning() {
     leak_check.end();
 }
 
-/// A fabric that loses its device does not hold the other device of the host, which it does not
-/// use. Otherwise nothing would release that one, and its removal would never end.
+/// A fabric that loses its device does not open the other device of the host, which it does not
+/// use. Otherwise nothing would release the other device, and a removal of that device would never
+/// end.
 #[test]
 fn a_lost_device_leaves_the_others_alone() {
     let own = Host::new(&[OWN.0], short_timeouts());

@@ -18,7 +18,7 @@ use futures_util::stream::FuturesUnordered;
 
 use crate::traffic::{Failed, Traffic, serve};
 
-/// How the links of a peer ended: the number of messages sent back, or the error.
+/// How the links of a peer ended: the number of echoed messages, or the error.
 pub(crate) type Ends = Vec<Result<u64, Error>>;
 
 /// A peer that accepts any number of links and serves them.
