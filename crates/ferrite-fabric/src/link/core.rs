@@ -12,6 +12,8 @@
 //! steps of an upgrade. Because the core does no I/O, two cores can run against each other in
 //! virtual time (`link/simulation.rs`).
 //!
+//! The *caller* of a link is the side that opened the link, also after a migration.
+//!
 //! | file | what it decides |
 //! |---|---|
 //! | `credits.rs` | how many frames may be under way |

@@ -27,8 +27,8 @@ const NOTIFIED_WITHIN: Duration = Duration::from_secs(2);
 /// gone, which takes 2 s at most.
 const REMOVED_WITHIN: Duration = Duration::from_secs(5);
 
-/// The limit for the fabric to use the device again. It looks for the device at least every 8 s,
-/// and again a second later if the device was not ready.
+/// The limit for the fabric to use the device again. The fabric looks for the device at least every
+/// 4 s, and again a second later if the device was not ready.
 const BACK_WITHIN: Duration = Duration::from_secs(12);
 /// How often a device is removed and added again.
 const TIMES: usize = 5;
