@@ -293,8 +293,8 @@ impl LinkCore {
     /// Returns the next message or notice; `None` if there is none yet.
     ///
     /// # Errors
-    /// The link is down, or the peer has closed it, and every message that arrived before was
-    /// taken. Kind `Closed` after an orderly close.
+    /// Fails if the link is down or the peer has closed it, and every message that arrived before
+    /// was taken. The kind is `Closed` after an orderly close.
     pub(crate) fn pop(&mut self) -> Result<Option<Message>, Error> {
         if let Some(arrived) = self.inbox.pop() {
             self.count_consumed();

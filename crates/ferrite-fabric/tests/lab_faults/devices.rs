@@ -111,7 +111,8 @@ fn peer_device_removed() {
     if role().is_some() {
         return serve_as_peer(short_timeouts());
     }
-    // Leaves out the peer's device, which librdmacm would otherwise hold in this process.
+    // The leak check leaves out the peer's device. Otherwise the check would make librdmacm open
+    // that device in this process and keep it open.
     let leak_check = LeakCheck::with(&[OWN]);
     let (process, addr) = peer("devices::peer_device_removed");
     let own = Host::new(&[OWN.0], short_timeouts());
@@ -316,7 +317,8 @@ fn check_peer_device_returns(test: &str, everywhere: &str, times: usize) {
     if role().is_some() {
         return serve_at(everywhere.parse().expect("an address"), short_timeouts(), || ());
     }
-    // Leaves out the peer's device, which librdmacm would otherwise hold in this process.
+    // The leak check leaves out the peer's device. Otherwise the check would make librdmacm open
+    // that device in this process and keep it open.
     let leak_check = LeakCheck::with(&[OWN]);
     let (process, addr) = peer(test);
     let addr = SocketAddr::new(any_port(PEER).ip(), addr.port());

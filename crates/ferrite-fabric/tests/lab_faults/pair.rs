@@ -183,8 +183,8 @@ impl Pair {
     }
 }
 
-/// Checks that all traffic fails within `limit` of `since`, with the link's first error, which has
-/// one of these kinds. Returns that error.
+/// Checks that all traffic fails within `limit` of `since`, and that it fails with the link's first
+/// error. The error must have one of these kinds. Returns the error.
 #[track_caller]
 pub(crate) fn check_all_traffic_fails(
     fault: &str,

@@ -150,7 +150,8 @@ impl Sockets {
     pub(super) fn leave_admission(&mut self, id: u64) {
         self.leave_silent(id);
         if self.half_open.leave(id) {
-            // Take the latest one, because it is the least likely to be slow on purpose.
+            // Start the handshake that has waited least, because it is the least likely to be slow
+            // on purpose.
             self.ready.extend(self.waiting.pop_back());
         }
     }
