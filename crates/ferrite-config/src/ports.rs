@@ -57,7 +57,7 @@ impl fmt::Display for PortSet {
     }
 }
 
-/// Parses a port or a range of ports. Port 0 is none.
+/// Parses a port or a range of ports. Port 0 is not allowed.
 pub(crate) fn range(text: &str) -> Option<RangeInclusive<u16>> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());

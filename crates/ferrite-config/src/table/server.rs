@@ -147,7 +147,8 @@ pub static SHUTDOWN_TIMEOUT: Setting = setting(
     "server.shutdown_timeout",
     TIME,
     "5m",
-    "How long the engine may take to save and exit; then it is killed, and unsaved data is lost.",
+    "How long the engine may take to save and exit. After this time, the engine is killed, and \
+     unsaved data is lost.",
 )
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
