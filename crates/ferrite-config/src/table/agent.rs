@@ -45,8 +45,8 @@ pub static ALIAS: Setting = setting(
     "agent.alias",
     Kind::Text(alias),
     "",
-    "The alias of this host: an address in 127.0.0.0/8, which all hosts of the group know it by. \
-     The engines of this host bind it. Required with `mode alias`, and only there.",
+    "The alias of this host: an address in 127.0.0.0/8, by which all hosts of the group know it. \
+     The engines of this host bind it. Required with `mode alias`; not allowed otherwise.",
 )
 .of(AGENT);
 
@@ -56,11 +56,11 @@ pub static PEERS: Setting = setting(
     "agent.peers",
     Kind::List(is_peer),
     "",
-    "The other hosts of the group. With `mode alias`, each is `ALIAS=HOST:PORT`: its alias, and the \
-     address of its agent (port 7470 by default). Names are resolved when the agent starts. With \
-     `mode transparent`, each is an IPv4 address, or a network such as 10.0.0.0/16 whose hosts may \
-     have agents; the agents listen at the port of this host's own. With TLS, the certificate of a \
-     host must have `HOST`, or its address, in its subjectAltName.",
+    "The other hosts of the group. With `mode alias`, each is `ALIAS=HOST:PORT`: its alias, and \
+     the address of its agent (port 7470 by default). Names are resolved when the agent starts. \
+     With `mode transparent`, each is an IPv4 address, or a network such as 10.0.0.0/16 whose \
+     hosts may have agents; these agents must listen at the same port as this host's agent. With \
+     TLS, the certificate of a host must have `HOST`, or its address, in its subjectAltName.",
 )
 .of(AGENT);
 
@@ -70,9 +70,10 @@ pub static PORTS: Setting = setting(
     "agent.ports",
     Kind::List(is_range),
     "",
-    "Ports and ranges of ports that the agent carries connections to: it listens on them at the \
-     aliases of its peers, or the kernel redirects them. A cluster needs the engines' ports and, \
-     10,000 higher, those of the cluster bus. Required if there are peers.",
+    "Ports of engines on other hosts, and ranges of ports, to which the agent carries connections. \
+     The agent listens on them at the aliases of its peers, or the kernel redirects connections to \
+     them. A cluster needs the engines' ports and the ports of the cluster bus, which are higher \
+     by 10,000. Required if there are peers.",
 )
 .of(AGENT);
 
@@ -83,9 +84,9 @@ pub static AGENT_LISTEN: Setting = setting(
     Kind::Text(addresses),
     "",
     "Addresses to listen on for the agents of other hosts, separated by commas, each with an \
-     optional port (7470 by default). The agent connects from the first one, unless that is \
-     0.0.0.0. Unset: it only connects to them. `mode transparent` needs one, which the other \
-     hosts know this host by.",
+     optional port (7470 by default). The agent connects from the first of these addresses, unless \
+     that is 0.0.0.0. Unset: the agent connects to other agents, but does not listen. `mode \
+     transparent` needs one address, by which the other hosts know this host.",
 )
 .of(AGENT);
 
@@ -95,9 +96,9 @@ pub static AGENT_CERTIFICATE: Setting = setting(
     "agent.tls_cert_file",
     Kind::Text(path),
     "",
-    "The certificate of this agent with its chain, in PEM. With it, `tls-key-file` and \
-     `tls-ca-cert-file`, agents authenticate each other by TLS and need one link for each pair of \
-     hosts. Links begin over TCP with TLS. Payload over RDMA is not encrypted; `rdma forbid` \
+    "The certificate of this agent with its chain, in PEM. With this file, `tls-key-file` and \
+     `tls-ca-cert-file`, agents authenticate each other by TLS, and each pair of hosts needs only \
+     one link. Links begin over TCP with TLS. Payload over RDMA is not encrypted; `rdma forbid` \
      encrypts everything.",
 )
 .of(AGENT);
@@ -130,9 +131,9 @@ pub static ALLOW_UNAUTHENTICATED_PEERS: Setting = setting(
     "agent.allow_unauthenticated_peers",
     Kind::Switch,
     "no",
-    "Without TLS, agents do not authenticate each other: a peer is recognised by its address \
-     alone, and nothing is encrypted. `yes`: use peers and listen addresses outside of 127.0.0.0/8 \
-     nevertheless. `no`: the agent does not start with them unless it has TLS.",
+    "Without TLS, agents do not authenticate each other: a peer is identified only by its address, \
+     and nothing is encrypted. `yes`: allow peers and listen addresses outside of 127.0.0.0/8 even \
+     without TLS. `no`: without TLS, the agent does not start with such addresses.",
 )
 .of(AGENT);
 
@@ -152,10 +153,10 @@ pub static DIRECT: Setting = setting(
     "agent.direct",
     Kind::Choice(&["allow", "refuse"]),
     "",
-    "What happens to a connection while there is no link to its host. `refuse`: it is reset. \
-     `allow`: it goes by TCP to the host's own address and the same port, where the engine must \
-     listen, too. `rdma require` allows only `refuse`. Unset: `allow` with `mode transparent`, \
-     unless RDMA is required, and otherwise `refuse`.",
+    "What happens to a connection while there is no link to its host. `refuse`: the agent resets \
+     it. `allow`: the agent connects by TCP to the host's own address and the same port; the \
+     engine must also listen there. `rdma require` allows only `refuse`. Unset: `allow` with `mode \
+     transparent`, unless RDMA is required, and otherwise `refuse`.",
 )
 .of(AGENT);
 
@@ -165,9 +166,10 @@ pub static AGENT_PROTECTED_MODE: Setting = setting(
     "agent.protected_mode",
     Kind::Switch,
     "yes",
-    "While an engine requires no password, refuse the connections of peers to it. The engine's own \
-     protected mode may take them for local ones, because they arrive from loopback addresses. \
-     Without effect with `mode transparent`: there the engine sees the program's address.",
+    "While an engine requires no password, refuse connections of peers to that engine. The \
+     engine's own protected mode may treat these connections as local, because they arrive from \
+     loopback addresses. No effect with `mode transparent`, because the engine then sees the \
+     program's address.",
 )
 .of(AGENT)
 .takes_effect(TakesEffect::ForNewClients);
@@ -182,7 +184,7 @@ pub static AGENT_DRAIN: Setting = setting(
         max: Duration::from_secs(86_400),
     },
     "30s",
-    "How long connections may go on after SIGTERM or SIGINT. Then they are reset.",
+    "How long connections may continue after SIGTERM or SIGINT before the agent resets them.",
 )
 .of(AGENT)
 .takes_effect(TakesEffect::AtOnce);
