@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Runs the stages of .ci/run and .ci/long, which source this file.  .ci/selftest tests it.
+# Runs the stages of .ci/run and .ci/long, which source this file. .ci/selftest tests this file.
 #
 # A stage is a function of the script.  It runs in a process of its own, with a time limit.  It has
 # passed only if it returned 0 and its output does not say that a part was left out.  A stage that

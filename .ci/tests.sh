@@ -11,7 +11,7 @@ lab-test() {       # lab-test KERNEL EXPRESSION OPTIONS…: in the lab's guest
   cargo xtask lab-test -k "$1" --timeout 4700 -E "$2" "${@:3}" -- --no-fail-fast
 }
 
-# A running cluster needs answers of its nodes within its time limits, which a busy machine misses.
+# Nodes of a running cluster must answer within time limits, which they miss on a busy machine.
 HOST_MEASURED='binary(=host_cluster) and test(/^host_cluster::stress::/)'
 
 # Tests that measure time (how long another client waits, the cost of a message next to a thousand

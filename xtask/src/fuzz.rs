@@ -47,8 +47,8 @@ const SECONDS: u32 = 10;
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Run only this target; `session-diff` runs sessions directly and through the module and
-    /// compares
+    /// Run only this target; `session-diff` runs sessions directly and through the module, and
+    /// compares the results
     target: Option<String>,
     /// Seconds for each target [default: 10]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]

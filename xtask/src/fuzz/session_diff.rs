@@ -95,7 +95,7 @@ pub(crate) fn run(
 
 /// Makes the path of an existing file absolute. Leaves a bare name for the lookup in PATH.
 ///
-/// It does not resolve symbolic links. Some packages have one program for several tasks, and the
+/// Does not resolve symbolic links. Some packages have one program for several tasks, and the
 /// name with which it is started selects the task.
 fn absolute_path(path: &Path) -> anyhow::Result<PathBuf> {
     if path.components().count() == 1 && !path.exists() {

@@ -1,7 +1,7 @@
 //! Checks the links between Markdown files: the file and the heading must exist.
 //!
 //! Headings get the same anchors from GitHub and from mdBook: lower case, without punctuation, a
-//! hyphen for each blank, and a number for a repeated heading. Links to other sites are not
+//! hyphen for each space, and a number for a repeated heading. Links to other sites are not
 //! checked.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -123,7 +123,7 @@ fn anchor(heading: &str) -> String {
     kept.flat_map(char::to_lowercase).map(|c| if c == ' ' { '-' } else { c }).collect()
 }
 
-/// Replaces `code` by blanks.
+/// Replaces `code` by spaces.
 fn without_code(line: &str) -> String {
     let pieces = line.split('`').enumerate();
     pieces.map(|(at, piece)| if at % 2 == 0 { piece } else { " " }).collect()

@@ -156,10 +156,10 @@ pub static DIRECT: Setting = setting(
     "agent.direct",
     Kind::Choice(&["allow", "refuse"]),
     "",
-    "What happens to a connection while there is no link to its host. `refuse`: it is reset. \
-     `allow`: it goes by TCP to the host's own address and the same port, where the engine must \
-     listen, too. `rdma require` allows only `refuse`. Unset: `allow` with `mode transparent`, \
-     unless RDMA is required, and otherwise `refuse`.",
+    "What happens to a connection while there is no link to its host. `refuse`: the agent resets \
+     it. `allow`: the agent connects by TCP to the host's own address and the same port; the \
+     engine must also listen there. `rdma require` allows only `refuse`. Unset: `allow` with `mode \
+     transparent`, unless RDMA is required, and otherwise `refuse`.",
 )
 .of(AGENT);
 
@@ -187,7 +187,7 @@ pub static AGENT_DRAIN: Setting = setting(
         max: Duration::from_secs(86_400),
     },
     "30s",
-    "How long connections may go on after SIGTERM or SIGINT. Then they are reset.",
+    "How long connections may continue after SIGTERM or SIGINT before the agent resets them.",
 )
 .of(AGENT)
 .takes_effect(TakesEffect::AtOnce);
