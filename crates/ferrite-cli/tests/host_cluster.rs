@@ -114,7 +114,13 @@ fn redirects_without_a_host_lead_to_the_host_that_answered() {
     let program = engines().remove(0);
     let shape = Shape {
         ip: "127.0.0.2".parse().expect("an address"),
-        options: &["--cluster-preferred-endpoint-type", "unknown-endpoint"],
+        options: &[
+            "--cluster-preferred-endpoint-type",
+            "unknown-endpoint",
+            // Nodes take the source of a connection for the address of its node.
+            "--bind-source-addr",
+            "127.0.0.2",
+        ],
         without_module: &[0, 1, 2],
         ..Shape::primaries(&program, 3)
     };

@@ -97,7 +97,7 @@ fn follows_no_redirect_to_an_invalid_host() {
         assert!(text.contains("MOVED 1 ") && !text.contains("Redirected"), "{text:?}");
         assert!(!text.contains(['\x1b', '\x07', '\x08', '\u{9b}']), "{text:?}");
         let piped = cli(&server(&[reply.as_bytes()]), &words);
-        assert_eq!(piped.stdout, format!("MOVED 1 {host}:6379\n").as_bytes());
+        assert_eq!(piped.stdout, format!("MOVED 1 {host}:6379\n\n").as_bytes());
         let input = cli_with_input(&server(&[reply.as_bytes()]), &["-c"], "GET k\n");
         assert!(!has(&input.stdout, b"Redirected"), "{}", input.stdout.escape_ascii());
     }

@@ -33,6 +33,7 @@ mod node;
 mod operation;
 mod reply;
 mod route;
+mod shared;
 
 pub use client::{ClusterClient, ClusterClientBuilder, ReadFrom};
 pub use connection::ClusterConnection;

@@ -57,8 +57,8 @@ fn bench_divides_the_load_among_the_primaries_of_a_cluster() {
     for program in engines() {
         let shape = Shape { without_module: &[2], ..Shape::primaries(&program, 3) };
         let mut cluster = Cluster::start(&shape);
+        let server = cluster.nodes[0].address.to_string();
         let bench = |more: &[&str]| {
-            let server = cluster.nodes[0].address.to_string();
             let output = Command::new(env!("CARGO_BIN_EXE_ferrite"))
                 .args(["bench", "kv", &server, "--cluster", "--json", "--warmup", "0"])
                 .args(["--seconds", "0.5"])

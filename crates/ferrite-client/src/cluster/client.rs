@@ -10,7 +10,8 @@ use redis::{
 };
 
 use super::connection::ClusterConnection;
-use super::node::{Node, Shared};
+use super::node::Node;
+use super::shared::Shared;
 use crate::client::{ClientBuilder, current_runtime};
 
 /// How often redis-rs tries to find a node before it fails. Then the cluster connection decides
@@ -138,7 +139,8 @@ impl ClusterClientBuilder {
     }
 
     /// Sets for how long a command or pipeline is tried again while the cluster cannot serve it, or
-    /// while its node cannot be reached (default 30 s). That should be longer than a failover takes.
+    /// while its node cannot be reached (default 30 s, at least 1 s). That should be longer than a
+    /// failover takes.
     /// All redirects, connects and retries of a command share this time. The pause between two
     /// attempts grows from 10 ms to 0.5 s.
     ///

@@ -17,10 +17,11 @@ use redis::{
 use tokio::time::sleep;
 
 use super::directory::NodeTransport;
-use super::node::{NO_PROGRESS, Node, Shared};
+use super::node::{NO_PROGRESS, Node};
 use super::operation::{Operation, Pending, Target};
 use super::reply::{error_reply, error_text};
 use super::route::{begins_with, is_word, slot_of};
+use super::shared::Shared;
 use crate::client::current_runtime;
 use crate::subscriptions::{Effect, effect, names};
 

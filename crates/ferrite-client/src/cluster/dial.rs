@@ -12,7 +12,7 @@ use redis::{AsyncConnectionConfig, Pipeline, RedisError, RedisResult, Value};
 use tokio::task::JoinHandle;
 
 use super::directory::{Way, is_rdma, own_endpoints};
-use super::node::Shared;
+use super::shared::Shared;
 use crate::client::{Client, Dialed, resolve, summarize};
 use crate::progress::Progress;
 

@@ -1,10 +1,5 @@
 //! A connection to one node of a cluster.
 //!
-//! redis-rs opens such connections by the function in [`Connect`], which has no `self` that could
-//! hold our state. But redis-rs passes the user name in its settings on to that function. So this
-//! user name contains the number of the [`Shared`] state, and the real user name is in the client's
-//! own settings.
-//!
 //! redis-rs does nothing else while it asks for the slots or connects to a node: one task routes
 //! the commands to all nodes, and it holds a lock meanwhile. Therefore nothing here makes that task
 //! wait for a single node:
@@ -14,18 +9,15 @@
 //! - commands with a key do not run in redis-rs's task: redis-rs finds the node ([`Lookup`]), and
 //!   the caller runs the command there.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::Rdma;
 use ferrite_session::Host;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::cluster_async::Connect;
-use redis::cluster_routing::Route;
 use redis::{
     AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, Pipeline, RedisError,
     RedisFuture, RedisResult, RetryMethod, Value,
@@ -35,158 +27,32 @@ use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout_at};
 
 use super::dial::{Dialer, Opened};
-use super::directory::{Directory, complete_slots};
+use super::directory::complete_slots;
 use super::lookup::Lookup;
 use super::reply::{checked, error_reply, text_of};
 use super::route::{begins_with, is_word};
-use crate::client::{Client, is_connection_error};
+use super::shared::{Shared, next_number};
+use crate::client::is_connection_error;
 use crate::progress::Progress;
 
+/// The code of an error that redis-rs does not retry. The cluster connection replaces it.
+pub(super) const NO_PROGRESS: &str = "FERRITENOPROGRESS";
 /// How long a node may take to answer CLUSTER SLOTS before another node is asked, too.
 const SLOTS_PATIENCE: Duration = Duration::from_millis(100);
 /// How long no new connection to a node is opened after one has failed.
 const FAILED_FOR: Duration = Duration::from_millis(100);
 /// The same for a node that must be reached over RDMA, and has no RDMA endpoint.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
-/// The time between two requests for the slots that callers make.
-const REFRESH_PAUSE: Duration = Duration::from_millis(100);
-
-/// What the connections to all nodes share.
-pub(super) struct Shared {
-    number: u64,
-    client: Client,
-    /// For how long a command that fails is sent again.
-    pub(super) retry_for: Duration,
-    /// Whether replicas may serve commands that only read.
-    pub(super) reads_replicas: bool,
-    directory: Mutex<Directory>,
-    known: Mutex<Known>,
-}
-
-/// The connections to nodes.
-#[derive(Default)]
-struct Known {
-    nodes: BTreeMap<u64, Weak<Inner>>,
-    /// The node that has last served a slot.
-    by_route: HashMap<Route, Weak<Inner>>,
-    /// The requests for the slots that redis-rs has not begun yet.
-    refreshes: BTreeSet<u64>,
-    last_refresh: Option<Instant>,
-}
-
-/// The states of all cluster connections of this process, by their numbers.
-static ALL: Mutex<BTreeMap<u64, Weak<Shared>>> = Mutex::new(BTreeMap::new());
-
-const USER: &str = "ferrite-cluster-connection-";
-/// The code of an error that redis-rs does not retry. The cluster connection replaces it.
-pub(super) const NO_PROGRESS: &str = "FERRITENOPROGRESS";
-
-impl Shared {
-    pub(super) fn new(client: Client, retry_for: Duration, reads_replicas: bool) -> Arc<Self> {
-        let (number, directory) = (next_number(), Mutex::default());
-        let known = Mutex::default();
-        let shared = Arc::new(Self { number, client, retry_for, reads_replicas, directory, known });
-        lock(&ALL).insert(number, Arc::downgrade(&shared));
-        shared
-    }
-
-    /// Returns the user name by which [`Connect`] finds this state.
-    pub(super) fn user(&self) -> String {
-        format!("{USER}{}", self.number)
-    }
-
-    fn of_user(user: Option<&str>) -> RedisResult<Arc<Self>> {
-        let number = user.and_then(|user| user.strip_prefix(USER)?.parse::<u64>().ok());
-        let shared = number.and_then(|number| lock(&ALL).get(&number)?.upgrade());
-        shared.ok_or_else(|| {
-            // The state lives as long as the cluster connection.
-            let ended =
-                io::Error::new(io::ErrorKind::Unsupported, "the cluster connection has ended");
-            RedisError::from(ended)
-        })
-    }
-
-    pub(super) fn directory(&self) -> MutexGuard<'_, Directory> {
-        lock(&self.directory)
-    }
-
-    pub(super) fn client(&self) -> &Client {
-        &self.client
-    }
-
-    pub(super) fn policy(&self) -> Rdma {
-        self.client.settings().connector.policy()
-    }
-
-    /// Returns the node with the number that a [`Lookup`] has returned; `None` if redis-rs has
-    /// given it up in the meantime.
-    pub(super) fn node(&self, number: u64) -> Option<Node> {
-        lock(&self.known).nodes.get(&number)?.upgrade().map(Node::from)
-    }
-
-    /// Returns the node that has last served a slot, if its connection still works.
-    pub(super) fn node_of(&self, route: Route) -> Option<Node> {
-        let node = Node::from(lock(&self.known).by_route.get(&route)?.upgrade()?);
-        node.is_usable().then_some(node)
-    }
-
-    /// Records which node serves a slot.
-    pub(super) fn note_node(&self, route: Route, node: &Node) {
-        lock(&self.known).by_route.insert(route, Arc::downgrade(&node.inner));
-    }
-
-    /// Records that it is not known which node serves a slot.
-    pub(super) fn forget_node(&self, route: Route) {
-        lock(&self.known).by_route.remove(&route);
-    }
-
-    /// Returns the lookup after which redis-rs asks for the slots, or one without that if redis-rs
-    /// was asked a short time ago.
-    pub(super) fn refresh(&self) -> Lookup {
-        let mut known = lock(&self.known);
-        if known.last_refresh.is_some_and(|last| last.elapsed() < REFRESH_PAUSE) {
-            return Lookup::Known;
-        }
-        let number = next_number();
-        known.last_refresh = Some(Instant::now());
-        known.refreshes.insert(number);
-        Lookup::Refresh(number)
-    }
-
-    /// Returns the nodes whose connections are open, and then those that are being opened.
-    fn nodes(&self) -> Vec<Node> {
-        let nodes: Vec<_> = lock(&self.known).nodes.values().filter_map(Weak::upgrade).collect();
-        let mut nodes: Vec<_> = nodes.into_iter().map(Node::from).collect();
-        nodes.retain(Node::is_usable);
-        nodes.sort_by_key(|node| !node.is_open());
-        nodes
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        lock(&ALL).remove(&self.number);
-    }
-}
-
-fn next_number() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    NEXT.fetch_add(1, Ordering::Relaxed)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A connection to a node, or the attempt to open one. Clones share it.
 pub(super) struct Node {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
     /// Whether redis-rs has sent ASKING on this clone. It is sent together with the next command:
     /// otherwise a command of another clone could come between them.
     is_asking: bool,
 }
 
-struct Inner {
+pub(super) struct Inner {
     number: u64,
     host: Host,
     shared: Arc<Shared>,
@@ -231,7 +97,7 @@ pub(super) enum Asking {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.task.abort();
-        lock(&self.shared.known).nodes.remove(&self.number);
+        self.shared.remove_node(self.number);
     }
 }
 
@@ -288,7 +154,7 @@ impl Node {
         };
         let (number, task) = (next_number(), tokio::spawn(open).abort_handle());
         let inner = Arc::new(Inner { number, host, shared, link, is_lost, task });
-        lock(&inner.shared.known).nodes.insert(number, Arc::downgrade(&inner));
+        inner.shared.add_node(number, &inner);
         Self::from(inner)
     }
 
@@ -300,13 +166,13 @@ impl Node {
         &self.inner.host
     }
 
-    fn is_open(&self) -> bool {
+    pub(super) fn is_open(&self) -> bool {
         matches!(&*self.inner.link.borrow(), Some(Ok(_)))
     }
 
     /// Returns whether redis-rs may keep this connection. A failed one is kept for a short time, so
     /// that the next command has the cause at once.
-    fn is_usable(&self) -> bool {
+    pub(super) fn is_usable(&self) -> bool {
         if self.inner.is_lost.load(Ordering::Relaxed) {
             return false;
         }
@@ -315,7 +181,8 @@ impl Node {
                 let is_refused = matches!(error.retry_method(), RetryMethod::NoRetry);
                 since.elapsed() < if is_refused { REFUSED_FOR } else { FAILED_FOR }
             }
-            _ => true,
+            Some(Ok(open)) => !open.progress.is_ended(),
+            None => true,
         }
     }
 
@@ -389,7 +256,7 @@ impl Node {
         open: Open,
         send: impl AsyncFnOnce(MultiplexedConnection) -> RedisResult<T>,
     ) -> Result<T, NoReply> {
-        let limit = self.inner.shared.client.response_timeout();
+        let limit = self.inner.shared.client().response_timeout();
         let Some(reply) = open.progress.wait(limit, send(open.connection)).await else {
             self.inner.is_lost.store(true, Ordering::Relaxed);
             // The command must not be sent again: the server may still be running it.
@@ -408,7 +275,7 @@ impl Node {
     /// for the slots or another node.
     fn answer(&self, lookup: &Lookup) -> RedisResult<Value> {
         self.check()?;
-        let is_begun = |number| lock(&self.inner.shared.known).refreshes.remove(&number);
+        let is_begun = |number| self.inner.shared.begins_refresh(number);
         Ok(match lookup {
             // redis-rs asks for the slots after this error, and then repeats the lookup.
             Lookup::Refresh(number) if is_begun(*number) => error_reply("READONLY refresh"),
@@ -530,6 +397,6 @@ impl ConnectionLike for Node {
     }
 
     fn get_db(&self) -> i64 {
-        self.inner.shared.client.db()
+        self.inner.shared.client().db()
     }
 }

@@ -18,8 +18,9 @@ use redis::{Cmd, ErrorKind, RedisError, RedisResult, RetryMethod, ServerErrorKin
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::lookup::Lookup;
-use super::node::{Asking, Node, Shared};
+use super::node::{Asking, Node};
 use super::reply::{Unserved, unserved};
+use super::shared::Shared;
 
 /// The shortest and the longest pause before another attempt.
 const PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
@@ -139,7 +140,9 @@ impl<'a> Operation<'a> {
             }
             inner.route_pipeline(ask, 0, 1, routing.clone()).await
         };
-        let found = timeout_at(self.deadline, found).await.map_err(|_| self.late())??;
+        let found = timeout_at(self.deadline, found).await;
+        self.shared.end_lookup(&lookup);
+        let found = found.map_err(|_| self.late())??;
         let number = match found[..] {
             [Value::Int(number)] => u64::try_from(number).ok(),
             _ => None,
