@@ -260,7 +260,7 @@ fn address_or_name(text: &str) -> Result<(), &'static str> {
 }
 
 /// Accepts `off`, or an IP address with a port. The system chooses a port for 0.
-fn admin_address(text: &str) -> Result<(), &'static str> {
+pub(super) fn admin_address(text: &str) -> Result<(), &'static str> {
     match text == "off" || text.parse::<std::net::SocketAddr>().is_ok() {
         true => Ok(()),
         false => Err("off, or an IP address with a port: 127.0.0.1:9121 or [::1]:9121"),
