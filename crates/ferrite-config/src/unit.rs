@@ -5,8 +5,7 @@ use crate::peer;
 use crate::ports::PortSet;
 use crate::setting::{Program, Setting};
 use crate::table;
-use crate::transports::{Transport, Transports, asking_for};
-use crate::values::Values;
+use crate::values::{Transport, Transports, Values, asking_for};
 
 /// The settings of a unit.
 #[derive(Debug, Clone, Copy)]

@@ -1,5 +1,7 @@
 //! The values of all settings of a program, each with its origin.
 
+mod transports;
+
 use std::fmt;
 use std::time::Duration;
 
@@ -7,8 +9,10 @@ use crate::address;
 use crate::environment;
 use crate::setting::{Alias, Program, Setting};
 use crate::table;
-use crate::transports::{self, Transports};
 use crate::value::Value;
+
+pub(crate) use transports::asking_for;
+pub use transports::{Transport, Transports};
 
 /// Where a value comes from. A later variant takes precedence over an earlier one.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -28,7 +28,7 @@ pub(crate) use control::{Control, Request};
 pub(crate) use setup::Setup;
 
 use control::SignalControl;
-use setup::{ports, reconfigure};
+use setup::reconfigure;
 
 use crate::admin::{self, AgentAdmin};
 use crate::reload::Reload;

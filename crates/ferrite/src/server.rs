@@ -26,6 +26,7 @@ pub(crate) use error::ServerError;
 pub(crate) use launch::{ExecOptions, exec};
 
 use config::Config;
+use error::AgentStart;
 use launch::PrivateDir;
 use plan::Plan;
 use supervise::Supervisor;
@@ -112,10 +113,10 @@ fn help() -> String {
 }
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
-    let code = try_run(options).map_err(|error| match error.is::<ServerError>() {
-        true => error,
-        false if error.is::<StdoutError>() => error,
-        false => ServerError::internal(&error).into(),
+    let code = try_run(options).map_err(|error| {
+        let has_own_code =
+            error.is::<ServerError>() || error.is::<StdoutError>() || error.is::<AgentStart>();
+        if has_own_code { error } else { ServerError::internal(&error).into() }
     })?;
     Ok(ExitCode::from(code))
 }

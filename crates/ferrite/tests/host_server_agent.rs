@@ -97,8 +97,14 @@ impl<'a> Unit<'a> {
         until_or(TIMEOUT, "a replica", is_up, || self.server.log());
     }
 
-    fn has_rules(&self) -> bool {
-        wire::nft(self.hosts, self.host, "list ruleset").contains("redirect to")
+    /// Waits until the processes that the server had started are gone, and the rules with them. A
+    /// killed process needs a moment for that.
+    fn assert_nothing_left(&self, children: &[u32]) {
+        for child in children {
+            until_or(TIMEOUT, "no orphans", || !is_alive(*child), || format!("{child} is left"));
+        }
+        let rules = || wire::nft(self.hosts, self.host, "list ruleset");
+        until_or(TIMEOUT, "no rules", || !rules().contains("redirect to"), rules);
     }
 
     /// Returns all processes that the server has started: the engine, and the owner of the rules.
@@ -162,8 +168,7 @@ fn replication_goes_over_the_agents_and_a_signal_ends_all_parts_in_order() {
     primary.server.signal("TERM");
     assert_eq!(primary.server.event("ended")["code"], 0);
     assert_eq!(primary.server.end().0, Some(0));
-    children.iter().for_each(|child| assert!(!is_alive(*child), "{child} is left"));
-    assert!(!primary.has_rules());
+    primary.assert_nothing_left(&children);
     assert_eq!(replica.client().text(&["GET", "last"]), "word");
     assert_in_order(
         &primary.server.log(),
@@ -196,14 +201,12 @@ fn replication_with_transport_tcp_passes_the_agents_by() {
     assert!(replica.counter("agent_streams_opened_total{", "") == 0.0);
     // The cluster bus still goes over the agents.
     let bus = hosts.within(1, || TcpListener::bind("10.77.0.1:17001")).expect("listen");
-    let before = wire::packets(&hosts, 1).0;
-    let connect = || TcpStream::connect("10.77.0.1:17001").expect("the agent accepts");
-    let _node = hosts.within(2, connect);
+    let _node = hosts.within(2, || TcpStream::connect("10.77.0.1:17001")).expect("accepted");
     let _accepted = bus.accept().expect("the bus");
-    assert!(replica.counter("agent_streams_opened_total{", "class=\"bus\"") == 1.0);
+    let bus = || replica.counter("agent_streams_opened_total{", "class=\"bus\"");
+    until_or(TIMEOUT, "a stream of the bus", || bus() == 1.0, || replica.server.log());
     let log = replica.server.log();
     assert!(log.contains("ports 17001-17002, not ports 7001-7002 (mode transparent"), "{log}");
-    assert!(wire::packets(&hosts, 1).0 >= before);
 }
 
 /// A connection is open that would let the agent drain for long.
@@ -225,8 +228,7 @@ fn killed_engine_ends_the_unit_at_once_with_a_cause() {
     let log = unit.server.log();
     assert!(log.contains("agent: resetting all connections now"), "{log}");
     assert!(log.contains("the engine was killed by signal 9"), "{log}");
-    children.iter().for_each(|child| assert!(!is_alive(*child), "{child} is left"));
-    assert!(!unit.has_rules());
+    unit.assert_nothing_left(&children);
     // The other unit sees the loss, and its engine still serves its clients.
     assert_eq!(other.client().ask(&["PING"]), "+PONG");
 }

@@ -79,10 +79,9 @@ impl Setup {
 
 fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentConfig> {
     let mut config = match values.text(&table::AGENT_MODE) {
-        Some("transparent") => transparent::config(values, listen)?,
+        Some("transparent") => transparent::config(values, listen, ports(values, &table::PORTS))?,
         _ => alias_config(values)?,
     };
-    config.ports = ports(values, &table::PORTS);
     config.deliver = match values.is_given(&table::DELIVER) {
         true => ports(values, &table::DELIVER),
         false => config.ports.clone(),
@@ -122,6 +121,7 @@ fn alias_config(values: &Values) -> anyhow::Result<AgentConfig> {
     });
     let mut config = AgentConfig::new(alias);
     config.peers = peers.collect::<anyhow::Result<_>>()?;
+    config.ports = ports(values, &table::PORTS);
     Ok(config)
 }
 
@@ -147,7 +147,7 @@ fn tls(values: &Values) -> anyhow::Result<Option<AgentTls>> {
 }
 
 /// Returns the ports that a setting names.
-pub(super) fn ports(values: &Values, setting: &Setting) -> PortSet {
+fn ports(values: &Values, setting: &Setting) -> PortSet {
     PortSet::parse(values.list(setting)).unwrap_or_default()
 }
 

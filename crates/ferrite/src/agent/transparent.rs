@@ -6,13 +6,13 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use ferrite_config::transports::Transports;
-use ferrite_config::{Values, peer, table};
+use ferrite_config::ports::PortSet;
+use ferrite_config::{Transports, Values, peer, table};
 use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, LocalListeners, Transparent};
 use tokio::time::sleep;
 
+use super::host_setup;
 use super::rules::{Redirection, Rules};
-use super::{host_setup, ports};
 use crate::settings::WrongSettings;
 
 /// How long the agent accepts connections after it has removed the rules. A connection that was
@@ -20,7 +20,11 @@ use crate::settings::WrongSettings;
 const LAST_REDIRECTED: Duration = Duration::from_millis(50);
 
 /// Returns the settings of transparent mode. There the alias of a host is its own address.
-pub(super) fn config(values: &Values, listen: &[SocketAddr]) -> Result<AgentConfig, WrongSettings> {
+pub(super) fn config(
+    values: &Values,
+    listen: &[SocketAddr],
+    ports: PortSet,
+) -> Result<AgentConfig, WrongSettings> {
     let own = match listen.first() {
         Some(SocketAddr::V4(own)) if !own.ip().is_unspecified() && !own.ip().is_loopback() => *own,
         _ => {
@@ -49,8 +53,8 @@ pub(super) fn config(values: &Values, listen: &[SocketAddr]) -> Result<AgentConf
     others.dedup();
     let peers = others.into_iter();
     config.peers = peers.map(|alias| AgentPeer::new(alias, (alias, own.port()).into())).collect();
-    config.ports = ports(values, &table::PORTS);
-    let redirected = Transports::of(values).carried(&config.ports);
+    let redirected = Transports::of(values).carried(&ports);
+    config.ports = ports;
     config.transparent = Some(Transparent { networks, redirected, port: own.port() });
     Ok(config)
 }

@@ -1,11 +1,13 @@
 //! The agent of `ferrite server`, on a thread of its own, so that a busy agent delays neither
 //! signals nor the questions to the engine. The code is that of `ferrite agent`.
 
+use anyhow::Context as _;
 use ferrite_config::Values;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
 use super::ServerError;
+use super::error::AgentStart;
 use crate::agent::{Control, Request, Setup, serve};
 
 /// A running agent. Once the process ends, so does the agent.
@@ -25,7 +27,7 @@ impl Control for Requests {
 
 impl AgentThread {
     /// Starts an agent. Returns when it listens.
-    pub(super) async fn start(setup: Setup) -> Result<Self, ServerError> {
+    pub(super) async fn start(setup: Setup) -> anyhow::Result<Self> {
         let (requests, received) = unbounded_channel();
         let (listens, is_listening) = oneshot::channel();
         let (ended, result) = oneshot::channel();
@@ -39,11 +41,11 @@ impl AgentThread {
             let _ = ended.send(serve(setup, begin));
         };
         let thread = std::thread::Builder::new().name("ferrite-agent".into()).spawn(run);
-        thread.map_err(|error| ServerError::agent(&error.into()))?;
+        thread.context(AgentStart)?;
         let mut agent = Self { requests, result };
         match is_listening.await {
             Ok(()) => Ok(agent),
-            Err(_) => Err(agent.failed().await),
+            Err(_) => Err(agent.end_of_thread().await.context(AgentStart)),
         }
     }
 
@@ -69,11 +71,15 @@ impl AgentThread {
 
     /// Waits until the agent has ended, which it was not asked to do. Returns why. Cancel-safe.
     pub(super) async fn failed(&mut self) -> ServerError {
-        ServerError::agent(&match (&mut self.result).await {
+        ServerError::agent(&self.end_of_thread().await)
+    }
+
+    async fn end_of_thread(&mut self) -> anyhow::Error {
+        match (&mut self.result).await {
             Ok(Err(error)) => error,
             Ok(Ok(_)) => anyhow::anyhow!("it has ended by itself"),
             Err(_) => anyhow::anyhow!("it has panicked; this is a bug"),
-        })
+        }
     }
 }
 

@@ -4,11 +4,13 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::Context as _;
 use ferrite_config::file::UnitFile;
 use ferrite_config::{Origin, Program, Setting, Values, address, file, table, unit};
 use ferrite_fabric::{Fabric, Rdma};
 use ferrite_session::{EngineAddress, fabric_config, open_fabric, rdma_policy};
 
+use super::error::AgentStart;
 use super::secret::warn_if_readable;
 use super::{ServerError, Sources};
 use crate::{agent, settings};
@@ -185,9 +187,9 @@ impl Config {
     ///
     /// # Errors
     /// Fails if the settings of the agent are wrong.
-    pub(super) fn agent_setup(&self, socket: &Path) -> Result<Option<agent::Setup>, ServerError> {
+    pub(super) fn agent_setup(&self, socket: &Path) -> anyhow::Result<Option<agent::Setup>> {
         let Some(values) = self.agent.clone() else { return Ok(None) };
-        let setup = agent::Setup::new(values).map_err(|error| ServerError::agent(&error))?;
+        let setup = agent::Setup::new(values).context(AgentStart)?;
         Ok(Some(setup.beside(EngineAddress::Unix(socket.to_owned()))))
     }
 

@@ -4,9 +4,7 @@ use std::fmt;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 
-use ferrite_config::exit_code::{BY_SIGNAL, ENGINE, INTERNAL, UNAVAILABLE, USAGE};
-
-use crate::exit;
+use ferrite_config::exit_code::{BY_SIGNAL, ENGINE, FAILURE, INTERNAL, UNAVAILABLE, USAGE};
 
 /// Why the server did not start, or why it stopped.
 #[derive(Debug)]
@@ -40,15 +38,9 @@ impl ServerError {
         Self { code, kind: "engine", message: message.into() }
     }
 
-    /// Reports why the agent does not start, or has failed.
+    /// Reports why a running agent has failed.
     pub(super) fn agent(error: &anyhow::Error) -> Self {
-        let (code, message) = exit::describe(error);
-        let kind = match code {
-            USAGE => "config",
-            UNAVAILABLE => "absent",
-            _ => "agent",
-        };
-        Self { code, kind, message: format!("agent: {message}") }
+        Self { code: FAILURE, kind: "agent", message: format!("agent: {error:#}") }
     }
 
     /// Reports an internal failure of ferrite.
@@ -72,6 +64,17 @@ impl fmt::Display for ServerError {
 }
 
 impl std::error::Error for ServerError {}
+
+/// The context of an error for which an agent does not start. The exit code is that of
+/// `ferrite agent`.
+#[derive(Debug)]
+pub(super) struct AgentStart;
+
+impl fmt::Display for AgentStart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("agent")
+    }
+}
 
 /// Returns the exit code of ferrite for the engine's exit status.
 pub(super) fn exit_code(status: ExitStatus) -> u8 {

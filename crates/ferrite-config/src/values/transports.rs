@@ -7,7 +7,8 @@
 use crate::ports::PortSet;
 use crate::setting::{Program, Setting};
 use crate::table;
-use crate::values::{Policy, Values};
+
+use super::{Policy, Values};
 
 /// How connections to some ports of other hosts are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
