@@ -31,6 +31,7 @@ mod directory;
 mod lookup;
 mod node;
 mod operation;
+mod redis_rs;
 mod reply;
 mod route;
 mod shared;

@@ -38,7 +38,7 @@ impl Progress {
         self.last_us.store(us, Ordering::Relaxed);
     }
 
-    /// Returns whether the connection has ended or failed. That is known before redis-rs reports it.
+    /// Returns whether the connection has ended or failed. redis-rs reports that later.
     pub(crate) fn is_ended(&self) -> bool {
         self.is_ended.load(Ordering::Relaxed)
     }

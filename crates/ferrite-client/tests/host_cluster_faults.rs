@@ -16,7 +16,7 @@ use tokio::time::timeout;
 
 const ALL: &[usize] = &[0, 1, 2];
 const FORBID: &str = "?rdma=forbid";
-/// The longest time for what must not wait for a node: far below the client's limits of 30 and 60 s.
+/// The longest time for what must not wait for a node: far below the client's limits, 30 and 60 s.
 const SOON: Duration = Duration::from_secs(10);
 
 fn primaries(program: &std::path::Path) -> Shape<'_> {

@@ -10,7 +10,7 @@ use redis::{
 };
 
 use super::connection::ClusterConnection;
-use super::node::Node;
+use super::node::{Node, Nodes};
 use super::shared::Shared;
 use crate::client::{ClientBuilder, current_runtime};
 
@@ -100,8 +100,9 @@ impl ClusterClient {
         let ClusterClientBuilder { client, read_from, retry_for } = &*self.0;
         let reads_replicas = *read_from != ReadFrom::Primary;
         let shared = Shared::new(client.clone().build(), *retry_for, reads_replicas);
+        let nodes = Nodes::new(shared);
         let info = RedisConnectionInfo::default()
-            .set_username(shared.user())
+            .set_username(nodes.user())
             .set_protocol(client.info.protocol());
         let server = |(name, port): (String, u16)| -> RedisResult<ConnectionInfo> {
             let server = ConnectionAddr::Tcp(name, port).into_connection_info()?;
@@ -127,7 +128,7 @@ impl ClusterClient {
             builder = builder.push_sender(move |push| sender.send(push));
         }
         let inner = builder.build()?.get_async_generic_connection::<Node>().await?;
-        Ok(ClusterConnection::new(inner, shared))
+        Ok(ClusterConnection::new(inner, nodes))
     }
 }
 

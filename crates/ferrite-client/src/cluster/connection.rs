@@ -17,11 +17,10 @@ use redis::{
 use tokio::time::sleep;
 
 use super::directory::NodeTransport;
-use super::node::{NO_PROGRESS, Node};
+use super::node::{NO_PROGRESS, Node, Nodes};
 use super::operation::{Operation, Pending, Target};
 use super::reply::{error_reply, error_text};
 use super::route::{begins_with, is_word, slot_of};
-use super::shared::Shared;
 use crate::client::current_runtime;
 use crate::subscriptions::{Effect, effect, names};
 
@@ -49,7 +48,7 @@ const PAUSE: std::time::Duration = std::time::Duration::from_millis(100);
 #[derive(Clone)]
 pub struct ClusterConnection {
     inner: redis::cluster_async::ClusterConnection<Node>,
-    shared: Arc<Shared>,
+    nodes: Arc<Nodes>,
 }
 
 /// A part of a pipeline. The parts run one after the other.
@@ -65,16 +64,16 @@ enum Part<'a> {
 impl ClusterConnection {
     pub(super) fn new(
         inner: redis::cluster_async::ClusterConnection<Node>,
-        shared: Arc<Shared>,
+        nodes: Arc<Nodes>,
     ) -> Self {
-        Self { inner, shared }
+        Self { inner, nodes }
     }
 
     /// Returns what was exchanged with each node over each transport since the connection was
     /// opened.
     #[must_use]
     pub fn transports(&self) -> Vec<NodeTransport> {
-        self.shared.directory().transports()
+        self.nodes.shared.directory().transports()
     }
 
     /// Sends a command to the nodes that `routing` names, instead of those of its keys. SCAN needs
@@ -98,7 +97,7 @@ impl ClusterConnection {
     }
 
     fn operation(&self) -> Operation<'_> {
-        Operation::new(&self.inner, &self.shared)
+        Operation::new(&self.inner, &self.nodes)
     }
 
     /// Names the cause of an error that must not be retried.
@@ -106,7 +105,7 @@ impl ClusterConnection {
         if error.code() != Some(NO_PROGRESS) {
             return error;
         }
-        let limit = self.shared.client().response_timeout().unwrap_or_default();
+        let limit = self.nodes.shared.client().response_timeout().unwrap_or_default();
         let message = format!("no byte from the server for {limit:?}");
         io::Error::new(io::ErrorKind::TimedOut, message).into()
     }
@@ -148,7 +147,7 @@ impl ClusterConnection {
     /// and names of sharded channels may belong to several nodes. redis-rs runs them and subscribes
     /// again after a reconnect.
     async fn subscribe(&self, operation: &Operation<'_>, command: &Cmd) -> RedisResult<Value> {
-        if !self.shared.client().is_resp3() {
+        if !self.nodes.shared.client().is_resp3() {
             let text = "subscriptions need RESP3: use ClientBuilder::push_sender, or ?protocol=3";
             return Err(RedisError::from((ErrorKind::InvalidClientConfig, text)));
         }
@@ -308,7 +307,7 @@ impl ConnectionLike for ClusterConnection {
     }
 
     fn get_db(&self) -> i64 {
-        self.shared.client().db()
+        self.nodes.shared.client().db()
     }
 }
 

@@ -27,7 +27,7 @@ pub(super) struct Opened {
 
 /// Opens a connection to one node.
 pub(super) struct Dialer<'a> {
-    pub(super) shared: &'a Arc<Shared>,
+    pub(super) shared: &'a Shared,
     pub(super) host: &'a Host,
     pub(super) config: &'a AsyncConnectionConfig,
 }

@@ -1,61 +1,174 @@
-//! A connection to one node of a cluster.
+//! A connection to one node of a cluster, and the connections to all.
 //!
-//! redis-rs does nothing else while it asks for the slots or connects to a node: one task routes
-//! the commands to all nodes, and it holds a lock meanwhile. Therefore nothing here makes that task
-//! wait for a single node:
-//! - a connection is opened in a task of its own, and redis-rs gets it at once,
-//! - redis-rs's checks (PING, READONLY) are answered here,
-//! - CLUSTER SLOTS goes to further nodes if a node does not answer soon,
-//! - commands with a key do not run in redis-rs's task: redis-rs finds the node ([`Lookup`]), and
-//!   the caller runs the command there.
+//! A [`Node`] is there before its connection is open, which a task of its own does. Commands run in
+//! the task of their caller. `redis_rs.rs` has what redis-rs does with a node.
 
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use ferrite_session::Host;
-use futures_util::stream::{FuturesUnordered, StreamExt as _};
-use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::cluster_async::Connect;
-use redis::{
-    AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, Pipeline, RedisError,
-    RedisFuture, RedisResult, RetryMethod, Value,
-};
+use redis::aio::{ConnectionLike as _, MultiplexedConnection};
+use redis::cluster_routing::Route;
+use redis::{AsyncConnectionConfig, Cmd, Pipeline, RedisError, RedisResult, RetryMethod, Value};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
-use tokio::time::{sleep, timeout_at};
+use tokio::time::timeout_at;
 
 use super::dial::{Dialer, Opened};
-use super::directory::complete_slots;
 use super::lookup::Lookup;
-use super::reply::{checked, error_reply, text_of};
-use super::route::{begins_with, is_word};
-use super::shared::{Shared, next_number};
+use super::shared::{Shared, lock};
 use crate::client::is_connection_error;
 use crate::progress::Progress;
 
 /// The code of an error that redis-rs does not retry. The cluster connection replaces it.
 pub(super) const NO_PROGRESS: &str = "FERRITENOPROGRESS";
-/// How long a node may take to answer CLUSTER SLOTS before another node is asked, too.
-const SLOTS_PATIENCE: Duration = Duration::from_millis(100);
 /// How long no new connection to a node is opened after one has failed.
 const FAILED_FOR: Duration = Duration::from_millis(100);
 /// The same for a node that must be reached over RDMA, and has no RDMA endpoint.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
+
+/// The time between two requests for the slots that callers make.
+const REFRESH_PAUSE: Duration = Duration::from_millis(100);
+
+/// The connections to nodes, and what is known about them.
+#[derive(Default)]
+struct Known {
+    nodes: BTreeMap<u64, Weak<Inner>>,
+    /// The node that has last served a slot.
+    by_route: HashMap<Route, Weak<Inner>>,
+    /// The requests for the slots that redis-rs has not begun yet.
+    refreshes: BTreeSet<u64>,
+    last_refresh: Option<Instant>,
+}
+
+/// The nodes of all cluster connections of this process, by the numbers of these connections.
+static ALL: Mutex<BTreeMap<u64, Weak<Nodes>>> = Mutex::new(BTreeMap::new());
+
+const USER: &str = "ferrite-cluster-connection-";
+
+/// The connections to all nodes of a cluster.
+pub(super) struct Nodes {
+    number: u64,
+    pub(super) shared: Arc<Shared>,
+    known: Mutex<Known>,
+}
+
+impl Nodes {
+    pub(super) fn new(shared: Shared) -> Arc<Self> {
+        let (number, shared) = (next_number(), Arc::new(shared));
+        let nodes = Arc::new(Self { number, shared, known: Mutex::default() });
+        lock(&ALL).insert(number, Arc::downgrade(&nodes));
+        nodes
+    }
+
+    /// Returns the user name by which redis-rs finds these nodes.
+    pub(super) fn user(&self) -> String {
+        format!("{USER}{}", self.number)
+    }
+
+    pub(super) fn of_user(user: Option<&str>) -> RedisResult<Arc<Self>> {
+        let number = user.and_then(|user| user.strip_prefix(USER)?.parse::<u64>().ok());
+        let nodes = number.and_then(|number| lock(&ALL).get(&number)?.upgrade());
+        nodes.ok_or_else(|| {
+            // The nodes live as long as the cluster connection.
+            let ended =
+                io::Error::new(io::ErrorKind::Unsupported, "the cluster connection has ended");
+            RedisError::from(ended)
+        })
+    }
+
+    fn add(&self, number: u64, node: &Arc<Inner>) {
+        lock(&self.known).nodes.insert(number, Arc::downgrade(node));
+    }
+
+    fn remove(&self, number: u64) {
+        lock(&self.known).nodes.remove(&number);
+    }
+
+    /// Returns the node with the number that a [`Lookup`] has returned; `None` if redis-rs has
+    /// given it up in the meantime.
+    pub(super) fn node(&self, number: u64) -> Option<Node> {
+        lock(&self.known).nodes.get(&number)?.upgrade().map(Node::from)
+    }
+
+    /// Returns the node that has last served a slot, if its connection still works.
+    pub(super) fn node_of(&self, route: Route) -> Option<Node> {
+        let node = Node::from(lock(&self.known).by_route.get(&route)?.upgrade()?);
+        node.is_usable().then_some(node)
+    }
+
+    /// Records which node serves a slot.
+    pub(super) fn note_node(&self, route: Route, node: &Node) {
+        lock(&self.known).by_route.insert(route, Arc::downgrade(&node.inner));
+    }
+
+    /// Records that it is not known which node serves a slot.
+    pub(super) fn forget_node(&self, route: Route) {
+        lock(&self.known).by_route.remove(&route);
+    }
+
+    /// Returns the lookup after which redis-rs asks for the slots, or one without that if redis-rs
+    /// was asked a short time ago.
+    pub(super) fn refresh(&self) -> Lookup {
+        let mut known = lock(&self.known);
+        if known.last_refresh.is_some_and(|last| last.elapsed() < REFRESH_PAUSE) {
+            return Lookup::Known;
+        }
+        let number = next_number();
+        known.last_refresh = Some(Instant::now());
+        known.refreshes.insert(number);
+        Lookup::Refresh(number)
+    }
+
+    /// Returns whether redis-rs must ask for the slots, once for each lookup of
+    /// [`Nodes::refresh`].
+    pub(super) fn begins_refresh(&self, number: u64) -> bool {
+        lock(&self.known).refreshes.remove(&number)
+    }
+
+    /// Forgets a lookup of [`Nodes::refresh`] that is over, whether or not redis-rs has asked.
+    pub(super) fn end_lookup(&self, lookup: &Lookup) {
+        if let Lookup::Refresh(number) = lookup {
+            lock(&self.known).refreshes.remove(number);
+        }
+    }
+
+    /// Returns the nodes whose connections are open, and then those that are being opened.
+    pub(super) fn all(&self) -> Vec<Node> {
+        let nodes: Vec<_> = lock(&self.known).nodes.values().filter_map(Weak::upgrade).collect();
+        let mut nodes: Vec<_> = nodes.into_iter().map(Node::from).collect();
+        nodes.retain(Node::is_usable);
+        nodes.sort_by_key(|node| !node.is_open());
+        nodes
+    }
+}
+
+impl Drop for Nodes {
+    fn drop(&mut self) {
+        lock(&ALL).remove(&self.number);
+    }
+}
+
+fn next_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
 
 /// A connection to a node, or the attempt to open one. Clones share it.
 pub(super) struct Node {
     pub(super) inner: Arc<Inner>,
     /// Whether redis-rs has sent ASKING on this clone. It is sent together with the next command:
     /// otherwise a command of another clone could come between them.
-    is_asking: bool,
+    pub(super) is_asking: bool,
 }
 
 pub(super) struct Inner {
-    number: u64,
-    host: Host,
-    shared: Arc<Shared>,
+    pub(super) number: u64,
+    pub(super) host: Host,
+    pub(super) nodes: Arc<Nodes>,
     link: watch::Receiver<Option<Link>>,
     /// Whether the connection has ended, or was given up because no byte has moved for too long.
     is_lost: Arc<AtomicBool>,
@@ -67,7 +180,7 @@ pub(super) struct Inner {
 type Link = Result<Open, Failed>;
 
 #[derive(Clone)]
-struct Open {
+pub(super) struct Open {
     connection: MultiplexedConnection,
     progress: Arc<Progress>,
 }
@@ -97,7 +210,7 @@ pub(super) enum Asking {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.task.abort();
-        self.shared.remove_node(self.number);
+        self.nodes.remove(self.number);
     }
 }
 
@@ -113,30 +226,14 @@ impl Clone for Node {
     }
 }
 
-impl Connect for Node {
-    fn connect_with_config<'a, T>(info: T, config: AsyncConnectionConfig) -> RedisFuture<'a, Self>
-    where
-        T: IntoConnectionInfo + Send + 'a,
-    {
-        Box::pin(async move {
-            let info = info.into_connection_info()?;
-            let shared = Shared::of_user(info.redis_settings().username())?;
-            let ConnectionAddr::Tcp(name, port) = info.addr() else {
-                let other = io::Error::new(io::ErrorKind::Unsupported, "a node without an address");
-                return Err(other.into());
-            };
-            Ok(Node::new(shared, Host { name: name.clone(), port: Some(*port) }, config))
-        })
-    }
-}
-
 impl Node {
     /// Begins to open a connection.
-    fn new(shared: Arc<Shared>, host: Host, config: AsyncConnectionConfig) -> Self {
+    pub(super) fn new(nodes: Arc<Nodes>, host: Host, config: AsyncConnectionConfig) -> Self {
         let (publish, link) = watch::channel(None);
         let is_lost = Arc::new(AtomicBool::new(false));
         let open = {
-            let (shared, host, is_lost) = (Arc::clone(&shared), host.clone(), Arc::clone(&is_lost));
+            let shared = Arc::clone(&nodes.shared);
+            let (host, is_lost) = (host.clone(), Arc::clone(&is_lost));
             async move {
                 let opened = Dialer { shared: &shared, host: &host, config: &config }.open().await;
                 drop(shared);
@@ -153,8 +250,8 @@ impl Node {
             }
         };
         let (number, task) = (next_number(), tokio::spawn(open).abort_handle());
-        let inner = Arc::new(Inner { number, host, shared, link, is_lost, task });
-        inner.shared.add_node(number, &inner);
+        let inner = Arc::new(Inner { number, host, nodes, link, is_lost, task });
+        inner.nodes.add(number, &inner);
         Self::from(inner)
     }
 
@@ -187,7 +284,7 @@ impl Node {
     }
 
     /// Returns an error after which redis-rs opens a new connection, unless this one is usable.
-    fn check(&self) -> RedisResult<()> {
+    pub(super) fn check(&self) -> RedisResult<()> {
         match self.is_usable() {
             true => Ok(()),
             false => Err(io::Error::from(io::ErrorKind::ConnectionReset).into()),
@@ -195,7 +292,7 @@ impl Node {
     }
 
     /// Waits until the connection is open.
-    async fn open(&self) -> RedisResult<Open> {
+    pub(super) async fn open(&self) -> RedisResult<Open> {
         let mut link = self.inner.link.clone();
         let ended = || io::Error::new(io::ErrorKind::ConnectionReset, "the connection was closed");
         let opened = link.wait_for(Option::is_some).await.map_err(|_| ended())?.clone();
@@ -251,12 +348,12 @@ impl Node {
     }
 
     /// Runs commands on the connection. Gives it up if it makes no progress.
-    async fn run<T>(
+    pub(super) async fn run<T>(
         &self,
         open: Open,
         send: impl AsyncFnOnce(MultiplexedConnection) -> RedisResult<T>,
     ) -> Result<T, NoReply> {
-        let limit = self.inner.shared.client().response_timeout();
+        let limit = self.inner.nodes.shared.client().response_timeout();
         let Some(reply) = open.progress.wait(limit, send(open.connection)).await else {
             self.inner.is_lost.store(true, Ordering::Relaxed);
             // The command must not be sent again: the server may still be running it.
@@ -270,133 +367,10 @@ impl Node {
             NoReply { error, was_sent: true }
         })
     }
-
-    /// Answers a lookup: with the number of this node, or with an error after which redis-rs asks
-    /// for the slots or another node.
-    fn answer(&self, lookup: &Lookup) -> RedisResult<Value> {
-        self.check()?;
-        let is_begun = |number| self.inner.shared.begins_refresh(number);
-        Ok(match lookup {
-            // redis-rs asks for the slots after this error, and then repeats the lookup.
-            Lookup::Refresh(number) if is_begun(*number) => error_reply("READONLY refresh"),
-            Lookup::Redirected(to)
-                if to.host.as_ref() != Some(&self.inner.host.name)
-                    || Some(to.port) != self.inner.host.port =>
-            {
-                error_reply(&text_of(to))
-            }
-            _ => Value::Int(i64::try_from(self.inner.number).unwrap_or(i64::MAX)),
-        })
-    }
-
-    /// Asks for the slots, and for the endpoints at the same time: this node, and others if it does
-    /// not answer soon.
-    async fn slots(&self, ask: &Cmd) -> RedisResult<Value> {
-        let mut others = self.inner.shared.nodes();
-        others.retain(|node| !Arc::ptr_eq(&node.inner, &self.inner));
-        let first = match others.first() {
-            Some(other) if other.is_open() && !self.is_open() => {
-                others.push(self.clone());
-                others.remove(0)
-            }
-            _ => self.clone(),
-        };
-        let mut others = others.into_iter();
-        let mut asked = FuturesUnordered::from_iter([first.own_slots(ask.clone())]);
-        loop {
-            let patience = async {
-                match others.len() {
-                    0 => std::future::pending().await,
-                    _ => sleep(SLOTS_PATIENCE).await,
-                }
-            };
-            let answer = tokio::select! {
-                answer = asked.next() => answer,
-                () = patience => None,
-            };
-            match answer {
-                Some(Ok(slots)) => return Ok(slots),
-                Some(Err(error)) if asked.is_empty() && others.len() == 0 => return Err(error),
-                _ => asked.extend(others.next().map(|other| other.own_slots(ask.clone()))),
-            }
-        }
-    }
-
-    /// Asks this node for the slots and the endpoints.
-    async fn own_slots(self, ask: Cmd) -> RedisResult<Value> {
-        let mut both = Pipeline::with_capacity(2);
-        both.add_command(ask).cmd("FERRITE").arg("ENDPOINTS");
-        let send = async |mut it: MultiplexedConnection| it.req_packed_commands(&both, 0, 2).await;
-        let replies = self.run(self.open().await?, send).await?;
-        let Ok([mut slots, endpoints]) = <[Value; 2]>::try_from(replies) else {
-            return Err(redis::make_extension_error("ERR".into(), Some("no reply".into())));
-        };
-        if let Value::ServerError(error) = slots {
-            return Err(error.into());
-        }
-        complete_slots(&mut slots, &self.inner.host);
-        let mut directory = self.inner.shared.directory();
-        directory.note_slots(&slots, &self.inner.host);
-        directory.note_endpoints(&endpoints, &self.inner.host);
-        Ok(slots)
-    }
 }
 
 impl From<NoReply> for RedisError {
     fn from(no_reply: NoReply) -> Self {
         no_reply.error
-    }
-}
-
-/// What redis-rs uses: lookups, checks, CLUSTER SLOTS, and commands that have no key of their own.
-impl ConnectionLike for Node {
-    fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, Value> {
-        Box::pin(async move {
-            if begins_with(cmd, &["CLUSTER", "SLOTS"]) {
-                return self.slots(cmd).await;
-            }
-            // The cluster connection sends a PING of the user in lower case.
-            if is_word(cmd, "PING") || is_word(cmd, "READONLY") {
-                return self.check().map(|()| Value::Okay);
-            }
-            if is_word(cmd, "ASKING") {
-                self.is_asking = true;
-                return self.check().map(|()| Value::Okay);
-            }
-            let open = self.open().await?;
-            let reply = if std::mem::take(&mut self.is_asking) {
-                let mut both = Pipeline::with_capacity(2);
-                both.cmd("ASKING").add_command(cmd.clone());
-                let send =
-                    async |mut it: MultiplexedConnection| it.req_packed_commands(&both, 1, 1).await;
-                self.run(open, send).await?.pop().unwrap_or(Value::Nil)
-            } else {
-                self.run(open, async |mut it| it.req_packed_command(cmd).await).await?
-            };
-            Ok(checked(reply, &self.inner.host))
-        })
-    }
-
-    fn req_packed_commands<'a>(
-        &'a mut self,
-        pipeline: &'a Pipeline,
-        offset: usize,
-        count: usize,
-    ) -> RedisFuture<'a, Vec<Value>> {
-        Box::pin(async move {
-            if let Some(lookup) = pipeline.cmd_iter().next().and_then(Lookup::read) {
-                return Ok(vec![self.answer(&lookup)?]);
-            }
-            let open = self.open().await?;
-            let send = async |mut it: MultiplexedConnection| {
-                it.req_packed_commands(pipeline, offset, count).await
-            };
-            let replies = self.run(open, send).await?;
-            Ok(replies.into_iter().map(|reply| checked(reply, &self.inner.host)).collect())
-        })
-    }
-
-    fn get_db(&self) -> i64 {
-        self.inner.shared.client().db()
     }
 }

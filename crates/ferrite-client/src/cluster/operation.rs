@@ -18,9 +18,8 @@ use redis::{Cmd, ErrorKind, RedisError, RedisResult, RetryMethod, ServerErrorKin
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::lookup::Lookup;
-use super::node::{Asking, Node};
+use super::node::{Asking, Node, Nodes};
 use super::reply::{Unserved, unserved};
-use super::shared::Shared;
 
 /// The shortest and the longest pause before another attempt.
 const PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
@@ -34,7 +33,7 @@ pub(super) type Replies = Vec<(usize, Value)>;
 /// A command or a pipeline of the user.
 pub(super) struct Operation<'a> {
     inner: &'a Inner,
-    shared: &'a Shared,
+    nodes: &'a Nodes,
     deadline: Instant,
 }
 
@@ -80,8 +79,8 @@ impl Pauses {
 }
 
 impl<'a> Operation<'a> {
-    pub(super) fn new(inner: &'a Inner, shared: &'a Shared) -> Self {
-        Self { inner, shared, deadline: Instant::now() + shared.retry_for }
+    pub(super) fn new(inner: &'a Inner, nodes: &'a Nodes) -> Self {
+        Self { inner, nodes, deadline: Instant::now() + nodes.shared.retry_for }
     }
 
     /// Returns whether another attempt may succeed.
@@ -112,26 +111,26 @@ impl<'a> Operation<'a> {
             _ => None,
         };
         // redis-rs decides anew for each command which replica serves it.
-        let noted = route.filter(|_| !self.shared.reads_replicas);
+        let noted = route.filter(|_| !self.nodes.shared.reads_replicas);
         let lookup = match target {
             Target::Known => Lookup::Known,
-            Target::Refreshed => self.shared.refresh(),
+            Target::Refreshed => self.nodes.refresh(),
             Target::Redirected(redirect) => Lookup::Redirected(redirect.clone()),
         };
         match noted {
             Some(route) if lookup == Lookup::Known => {
-                if let Some(node) = self.shared.node_of(route) {
+                if let Some(node) = self.nodes.node_of(route) {
                     return Ok(node);
                 }
             }
-            Some(route) => self.shared.forget_node(route),
+            Some(route) => self.nodes.forget_node(route),
             None => {}
         }
         let mut ask = redis::pipe();
         ask.add_command(lookup.command());
         let mut inner = self.inner.clone();
         let found = async {
-            if route.is_some() && self.shared.reads_replicas {
+            if route.is_some() && self.nodes.shared.reads_replicas {
                 for command in commands {
                     ask.add_command((*command).clone());
                 }
@@ -141,24 +140,24 @@ impl<'a> Operation<'a> {
             inner.route_pipeline(ask, 0, 1, routing.clone()).await
         };
         let found = timeout_at(self.deadline, found).await;
-        self.shared.end_lookup(&lookup);
+        self.nodes.end_lookup(&lookup);
         let found = found.map_err(|_| self.late())??;
         let number = match found[..] {
             [Value::Int(number)] => u64::try_from(number).ok(),
             _ => None,
         };
-        let node = number.and_then(|number| self.shared.node(number));
+        let node = number.and_then(|number| self.nodes.node(number));
         let gone = || RedisError::from(io::Error::from(io::ErrorKind::ConnectionReset));
         let node = node.ok_or_else(gone)?;
         let is_ask = matches!(target, Target::Redirected(redirect) if redirect.is_ask);
         if let Some(route) = noted.filter(|_| !is_ask) {
-            self.shared.note_node(route, &node);
+            self.nodes.note_node(route, &node);
         }
         Ok(node)
     }
 
     fn late(&self) -> RedisError {
-        let text = format!("no node was found within {:?}", self.shared.retry_for);
+        let text = format!("no node was found within {:?}", self.nodes.shared.retry_for);
         io::Error::new(io::ErrorKind::TimedOut, text).into()
     }
 

@@ -178,8 +178,7 @@ fn large_clusters_are_told_in_portions() {
     assert_eq!(told.len(), 200);
 }
 
-/// The engine still lists nodes that are gone, for example until they are forgotten on all nodes. It
-/// sends nothing to them.
+/// The engine lists nodes that are gone until CLUSTER FORGET. It sends nothing to them.
 #[test]
 fn nodes_that_are_gone_do_not_silence_the_others() {
     let numbered = |number: u8, has_failed| Node {
