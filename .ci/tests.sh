@@ -16,8 +16,8 @@ HOST_MEASURED='binary(=host_cluster) and test(/^host_cluster::stress::/)'
 
 # Tests that measure time (how long another client waits, the cost of a message next to a thousand
 # links), or repeat for depth (all objects a thousand times).
-LAB_MEASURED='test(=churn::a_thousand_lives_leave_nothing) or test(/^measured_isolation::/)
+LAB_MEASURED='test(=churn::a_thousand_connections_leave_nothing) or test(/^measured_isolation::/)
   or test(=fabrics::idle_links_cost_nothing)'
 # The basic suites, without the tests in LAB_MEASURED.
-LAB_CORE="(binary(/^lab_(verbs|mem|links|streams|sessions|module|server|metrics)$/)
+LAB_CORE="(binary(/^lab_(agent|verbs|mem|links|streams|sessions|module|server|metrics)$/)
   or test(/survive_the_loss_of_rdma$/)) and not ($LAB_MEASURED)"

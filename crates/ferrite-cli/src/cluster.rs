@@ -4,7 +4,7 @@
 //! endpoints of the modules: CLUSTER SLOTS has the id of the other node, FERRITE ENDPOINTS has the
 //! endpoint of that id.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 
 use anyhow::{bail, ensure};
 use ferrite_fabric::Rdma;
@@ -17,7 +17,6 @@ use crate::exit::ErrorReply;
 use crate::format::error_of;
 use crate::output;
 use crate::server::Server;
-use crate::settings::Address;
 
 /// Maximum number of redirects of one command. A healthy cluster needs at most two.
 pub(crate) const REDIRECTS_MAX: u32 = 16;
@@ -67,7 +66,7 @@ pub(crate) async fn follow(
             "warning: node {node} announces no RDMA endpoint; using TCP without encryption"
         ));
     }
-    server.switch_to_node(node, &endpoints);
+    server.switch_to_node(node, endpoints);
     server.connect().await?;
     if redirect.is_ask {
         let reply = server.request(&["ASKING"]).await?;
@@ -79,11 +78,7 @@ pub(crate) async fn follow(
 }
 
 /// Asks the server for the RDMA endpoints of another node. `asked` is the server's host.
-async fn endpoints(
-    server: &mut Server,
-    node: &Host,
-    asked: &str,
-) -> anyhow::Result<Vec<SocketAddr>> {
+async fn endpoints(server: &mut Server, node: &Host, asked: &str) -> anyhow::Result<Vec<Host>> {
     let slots = server.request(&["CLUSTER", "SLOTS"]).await?;
     let map = SlotMap::parse(&slots.value()?, asked).unwrap_or_default();
     let Some(id) = map.node_at(&node.name, node.port_or_default()).map(|node| node.id.clone())
@@ -91,7 +86,8 @@ async fn endpoints(
         return Ok(Vec::new());
     };
     let reply = server.request(&["FERRITE", "ENDPOINTS"]).await?;
-    Ok(rdma_endpoints(&reply.value()?, &id, asked))
+    let endpoints = rdma_endpoints(&reply.value()?, &id, asked).into_iter();
+    Ok(endpoints.map(|(name, port)| Host { name, port: Some(port) }).collect())
 }
 
 /// Counts redirects of one command.
@@ -105,14 +101,4 @@ pub(crate) fn count(redirects: &mut u32) -> anyhow::Result<()> {
         "redirected {REDIRECTS_MAX} times; is a slot being moved?"
     );
     Ok(())
-}
-
-impl Server {
-    /// Returns the host that the connection was opened to; `None` for a Unix socket.
-    fn peer(&self) -> Option<&Host> {
-        match &self.settings.server {
-            Address::Net(hosts) => hosts.first(),
-            Address::Unix(_) => None,
-        }
-    }
 }

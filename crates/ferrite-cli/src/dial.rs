@@ -37,6 +37,14 @@ pub(crate) struct Dialer {
     is_interactive: bool,
 }
 
+/// A connection that was opened.
+pub(crate) struct Dialed {
+    pub(crate) connection: Connection,
+    pub(crate) transport: TransportSource,
+    /// The host that has accepted it; `None` for a Unix socket.
+    pub(crate) host: Option<Host>,
+}
+
 /// The transport of a connection at one time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TransportInfo {
@@ -146,11 +154,7 @@ impl Dialer {
     }
 
     /// Opens a connection to a server, with this policy for RDMA.
-    pub(crate) async fn dial(
-        &self,
-        address: &Address,
-        rdma: Rdma,
-    ) -> anyhow::Result<(Connection, TransportSource)> {
+    pub(crate) async fn dial(&self, address: &Address, rdma: Rdma) -> anyhow::Result<Dialed> {
         let attempt = match address {
             Address::Unix(path) => self.dial_unix(path).await,
             Address::Net(hosts) => self.dial_hosts(hosts, rdma).await,
@@ -158,20 +162,14 @@ impl Dialer {
         attempt.with_context(|| format!("Could not connect to Redis at {address}"))
     }
 
-    async fn dial_unix(
-        &self,
-        path: &std::path::Path,
-    ) -> anyhow::Result<(Connection, TransportSource)> {
+    async fn dial_unix(&self, path: &std::path::Path) -> anyhow::Result<Dialed> {
         let stream = UnixStream::connect(path).await.map_err(without_number)?;
-        Ok((Connection::new(Box::new(stream), self.max_reply_bytes), TransportSource::Unix))
+        let connection = Connection::new(Box::new(stream), self.max_reply_bytes);
+        Ok(Dialed { connection, transport: TransportSource::Unix, host: None })
     }
 
     /// Tries the hosts in turn.
-    async fn dial_hosts(
-        &self,
-        hosts: &[Host],
-        rdma: Rdma,
-    ) -> anyhow::Result<(Connection, TransportSource)> {
+    async fn dial_hosts(&self, hosts: &[Host], rdma: Rdma) -> anyhow::Result<Dialed> {
         self.fabric()?; // if RDMA is required but unavailable, this fails: no host can be reached
         let mut failures = Vec::new();
         for host in hosts {
@@ -189,11 +187,7 @@ impl Dialer {
     }
 
     /// Tries all addresses of a host in turn.
-    async fn dial_host(
-        &self,
-        host: &Host,
-        rdma: Rdma,
-    ) -> anyhow::Result<(Connection, TransportSource)> {
+    async fn dial_host(&self, host: &Host, rdma: Rdma) -> anyhow::Result<Dialed> {
         let fabric = self.fabric()?;
         let (name, port) = (host.name.as_str(), host.port_or_default());
         let connector = self.connector(fabric, host)?.rdma(rdma);
@@ -212,7 +206,7 @@ impl Dialer {
                         program: session.server_program(),
                     };
                     let connection = Connection::new(Box::new(session), self.max_reply_bytes);
-                    return Ok((connection, transport));
+                    return Ok(Dialed { connection, transport, host: Some(host.clone()) });
                 }
                 Err(error) => last = describe(fabric, error),
             }

@@ -53,7 +53,11 @@ pub(crate) async fn run(
                 let is_replied_to = server.send(words).await?;
                 let redirect = match reply_mode {
                     ReplyMode::Stream { is_pubsub } => {
-                        return print_stream(server, is_pubsub).await;
+                        // The line for people is printed once.
+                        match print_stream(server, is_pubsub && redirects == 0).await? {
+                            None => return Ok(()),
+                            redirect => redirect,
+                        }
                     }
                     ReplyMode::Shutdown => {
                         match receive_reply(server, words, is_text, source).await {
@@ -164,10 +168,11 @@ async fn print_reply(
 }
 
 /// Prints messages, or the commands of other clients (MONITOR). Stops when the connection ends or
-/// when a reply is an error. At the prompt, Ctrl-C cancels it.
-async fn print_stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
+/// when a reply is an error. At the prompt, Ctrl-C cancels it. Returns the redirect that must be
+/// followed if the first reply is one (SSUBSCRIBE).
+async fn print_stream(server: &mut Server, announces: bool) -> anyhow::Result<Option<Redirect>> {
     let style = server.settings.format.style;
-    if is_pubsub && style != Style::Raw {
+    if announces && style != Style::Raw {
         let line = "Reading messages... (press Ctrl-C to quit)";
         // With JSON, this line goes to stderr, because it is not JSON.
         if output::is_json(style) {
@@ -176,12 +181,17 @@ async fn print_stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()
             output::write(format!("{line}\n").as_bytes())?;
         }
     }
+    let mut is_first = true;
     loop {
         let frame = server.connection()?.frame().await?;
         let reply = frame.value()?;
+        if is_first && let Some(redirect) = cluster::redirect_of(server, &reply) {
+            return Ok(Some(redirect));
+        }
+        is_first = false;
         output::write(&server.settings.format.reply(&reply, false))?;
         if error_of(&reply).is_some() {
-            return Ok(());
+            return Ok(None);
         }
     }
 }

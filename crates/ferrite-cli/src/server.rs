@@ -2,7 +2,6 @@
 //! database, and a transaction.
 
 use std::io::{self, IsTerminal as _};
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
@@ -11,11 +10,12 @@ use ferrite_proto::resp::Value;
 use ferrite_session::Host;
 
 use crate::connection::{Connection, Frame};
-use crate::dial::{Dialer, TransportInfo, TransportSource};
+use crate::dial::{Dialed, Dialer, TransportInfo, TransportSource};
 use crate::format::error_of;
 use crate::output;
 use crate::replying::Replying;
 use crate::settings::{Address, Protocol, Settings};
+use crate::terminal;
 
 /// A command that the server replies to in any state.
 const REPLY_ON: [&str; 3] = ["CLIENT", "REPLY", "ON"];
@@ -31,6 +31,8 @@ pub(crate) struct Server {
     node: Option<ClusterNode>,
     connection: Option<Connection>,
     transport: Option<TransportSource>,
+    /// The host that has accepted the connection, which may be any of those in the settings.
+    dialed: Option<Host>,
     /// The database of the connection.
     database: u32,
     /// The database that is selected after a reconnect.
@@ -82,6 +84,7 @@ impl Server {
             node: None,
             connection: None,
             transport: None,
+            dialed: None,
             database: 0,
             wanted_database,
             transaction: None,
@@ -101,8 +104,9 @@ impl Server {
             Some(ClusterNode::Module(endpoints)) => self.dialer.dial(endpoints, *rdma).await,
             Some(ClusterNode::Engine) => self.dialer.dial(server, Rdma::Forbid).await,
         };
-        let (connection, transport) = dialed.map_err(ConnectError::Unreachable)?;
+        let Dialed { connection, transport, host } = dialed.map_err(ConnectError::Unreachable)?;
         (self.connection, self.transport) = (Some(connection), Some(transport));
+        self.dialed = host;
         // The warning must come before the password is sent.
         if self.settings.password.is_some() || io::stderr().is_terminal() {
             self.warn_of_clear_text();
@@ -297,14 +301,23 @@ impl Server {
 
     /// Disconnects, and uses a node of a cluster from now on: the first of its RDMA endpoints that
     /// accepts, or its engine over TCP if it has no endpoints.
-    pub(crate) fn switch_to_node(&mut self, node: Host, endpoints: &[SocketAddr]) {
+    pub(crate) fn switch_to_node(&mut self, node: Host, endpoints: Vec<Host>) {
         self.disconnect();
         self.settings.server = Address::Net(vec![node]);
-        let host = |at: &SocketAddr| Host { name: at.ip().to_string(), port: Some(at.port()) };
-        self.node = Some(match endpoints {
-            [] => ClusterNode::Engine,
-            _ => ClusterNode::Module(Address::Net(endpoints.iter().map(host).collect())),
+        self.node = Some(match endpoints.is_empty() {
+            true => ClusterNode::Engine,
+            false => ClusterNode::Module(Address::Net(endpoints)),
         });
+    }
+
+    /// Returns the host of the server: that of a node's engine in a cluster, otherwise the one that
+    /// has accepted the connection. `None` for a Unix socket.
+    pub(crate) fn peer(&self) -> Option<&Host> {
+        match &self.settings.server {
+            Address::Net(hosts) if self.node.is_none() => self.dialed.as_ref().or(hosts.first()),
+            Address::Net(hosts) => hosts.first(),
+            Address::Unix(_) => None,
+        }
     }
 
     /// Returns the prompt, for example `10.0.0.1:6380[3] RDMA(TX)> `.
@@ -326,7 +339,9 @@ impl Server {
             _ => String::new(),
         };
         let transaction = if self.transaction.is_some() { "(TX)" } else { "" };
-        format!("{place}{database}{transport}{transaction}> ")
+        let prompt = format!("{place}{database}{transport}{transaction}> ");
+        // A redirect may have named the place.
+        terminal::escape_text(&prompt)
     }
 
     /// Updates the database and the transaction after the reply to a command.

@@ -106,3 +106,76 @@ fn reports_nodes_that_are_down() {
     let address = cluster.nodes[1].address.to_string();
     assert!(text(&found.stderr).contains(&address), "{}", text(&found.stderr));
 }
+
+/// The server is the second of two hosts, and its redirects have no host: they mean the host that
+/// has sent them.
+#[test]
+fn redirects_without_a_host_lead_to_the_host_that_answered() {
+    let program = engines().remove(0);
+    let shape = Shape {
+        ip: "127.0.0.2".parse().expect("an address"),
+        options: &[
+            "--cluster-preferred-endpoint-type",
+            "unknown-endpoint",
+            // Nodes take the source of a connection for the address of its node.
+            "--bind-source-addr",
+            "127.0.0.2",
+        ],
+        without_module: &[0, 1, 2],
+        ..Shape::primaries(&program, 3)
+    };
+    let mut cluster = Cluster::start(&shape);
+    let url = format!("redis://127.0.0.1:1,{}", cluster.nodes[0].address);
+    for number in 0..20 {
+        let key = format!("key{number}");
+        let mut command = Command::new(OURS);
+        command.args(["-u", &url, "-c", "SET", &key, "1"]).env_remove("REDISCLI_AUTH");
+        let done = command.stdin(Stdio::null()).output().expect("start ferrite-cli");
+        assert_eq!(text(&done.stdout), "OK\n", "{key}: {}", text(&done.stderr));
+    }
+    cluster.assert_healthy();
+}
+
+/// SSUBSCRIBE follows redirects and then shows messages.
+#[test]
+fn subscribes_at_the_node_of_a_sharded_channel() {
+    let program = engines().remove(0);
+    let shape = Shape { without_module: &[0, 1, 2], ..Shape::primaries(&program, 3) };
+    let mut cluster = Cluster::start(&shape);
+    let [first, last] = cluster.slots_of(2);
+    let is_there = |name: &String| {
+        (first..=last).contains(&cluster.ask::<u16>(0, &["CLUSTER", "KEYSLOT", name]))
+    };
+    let channel = (0..).map(|number| format!("news{number}")).find(is_there).expect("a channel");
+    let port = cluster.nodes[0].address.port().to_string();
+    let mut command = Command::new(OURS);
+    command.args(["-p", &port, "-c", "--no-raw", "SSUBSCRIBE", &channel]);
+    command.env_remove("REDISCLI_AUTH").stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut process = command.spawn().expect("start ferrite-cli");
+    cluster.wait_until("a subscriber", |cluster, number| {
+        let count: (String, u32) = cluster.ask(number, &["PUBSUB", "SHARDNUMSUB", &channel]);
+        number != 2 || count.1 == 1
+    });
+    assert_eq!(cluster.ask::<u32>(2, &["SPUBLISH", &channel, "text"]), 1);
+    // The end of the server ends the program.
+    cluster.nodes[2].engine.kill();
+    let output = process.stdout.take().expect("piped");
+    let shown = std::io::read_to_string(output).expect("UTF-8");
+    process.wait().expect("the end of ferrite-cli");
+    let lines: Vec<_> = shown.lines().collect();
+    let expected = [
+        "Reading messages... (press Ctrl-C to quit)",
+        "1) \"ssubscribe\"",
+        &format!("2) \"{channel}\""),
+        "3) (integer) 1",
+        "1) \"smessage\"",
+        &format!("2) \"{channel}\""),
+        "3) \"text\"",
+    ];
+    assert_eq!(lines, expected, "{shown}");
+    // Without -c, the redirect is shown as an error.
+    let plain = run(OURS, &cluster, &["SSUBSCRIBE", &channel], "");
+    assert!(text(&plain.stdout).contains("MOVED "), "{}", text(&plain.stdout));
+    cluster.nodes.truncate(2);
+    cluster.assert_healthy();
+}

@@ -37,6 +37,15 @@ fn cli(port: &str, words: &[&str]) -> Output {
     command.env_remove("REDISCLI_AUTH").output().expect("start ferrite-cli")
 }
 
+fn cli_with_input(port: &str, words: &[&str], input: &str) -> Output {
+    let mut command = Command::new(CLI);
+    command.args(["-p", port, "--rdma", "forbid"]).args(words).env_remove("REDISCLI_AUTH");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("start ferrite-cli");
+    child.stdin.take().expect("piped stdin").write_all(input.as_bytes()).expect("write stdin");
+    child.wait_with_output().expect("wait for ferrite-cli")
+}
+
 /// Returns the bytes that a terminal gets, from stdout and stderr together.
 fn on_terminal(port: &str, words: &[&str]) -> Vec<u8> {
     let line = format!("{CLI} -p {port} --rdma forbid {}", words.join(" "));
@@ -73,6 +82,24 @@ fn escapes_control_characters_on_a_terminal() {
         assert!(has(&shown, b"owned"), "{words:?}: {text:?}");
         assert!(!text.contains(['\x1b', '\x07']), "{words:?}: {text:?}");
         assert!(!text.contains(['\u{9b}', '\u{fffd}']), "{words:?}: {text:?}");
+    }
+}
+
+/// A redirect to an invalid host is not followed. It is shown as the error that it is.
+#[test]
+fn follows_no_redirect_to_an_invalid_host() {
+    let hosts = ["\x1b]0;evil\x07", "a\x08b", "\u{9b}2J", "a/b", "a@b", "\u{e9}"];
+    for host in hosts {
+        let reply = format!("-MOVED 1 {host}:6379\r\n");
+        let words = ["-c", "GET", "k"];
+        let shown = on_terminal(&server(&[reply.as_bytes()]), &words);
+        let text = String::from_utf8_lossy(&shown);
+        assert!(text.contains("MOVED 1 ") && !text.contains("Redirected"), "{text:?}");
+        assert!(!text.contains(['\x1b', '\x07', '\x08', '\u{9b}']), "{text:?}");
+        let piped = cli(&server(&[reply.as_bytes()]), &words);
+        assert_eq!(piped.stdout, format!("MOVED 1 {host}:6379\n\n").as_bytes());
+        let input = cli_with_input(&server(&[reply.as_bytes()]), &["-c"], "GET k\n");
+        assert!(!has(&input.stdout, b"Redirected"), "{}", input.stdout.escape_ascii());
     }
 }
 

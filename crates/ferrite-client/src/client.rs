@@ -91,7 +91,7 @@ pub struct ClientBuilder {
     pub(crate) servers: Vec<Host>,
     /// TLS in which each server's certificate must be valid for that server's own name.
     tls_by_host: Option<Arc<ClientConfig>>,
-    connect_timeout: Duration,
+    pub(crate) connect_timeout: Duration,
     pub(crate) info: RedisConnectionInfo,
     config: AsyncConnectionConfig,
     response_timeout: Option<Duration>,

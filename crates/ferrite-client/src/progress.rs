@@ -6,7 +6,7 @@
 use std::io;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -20,6 +20,8 @@ pub(crate) struct Progress {
     begun: Instant,
     /// Microseconds after `begun`.
     last_us: AtomicU64,
+    /// Whether the connection has ended or failed.
+    is_ended: AtomicBool,
     traffic: Arc<Traffic>,
 }
 
@@ -34,6 +36,11 @@ impl Progress {
     fn note(&self) {
         let us = u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.last_us.store(us, Ordering::Relaxed);
+    }
+
+    /// Returns whether the connection has ended or failed. That is known before redis-rs reports it.
+    pub(crate) fn is_ended(&self) -> bool {
+        self.is_ended.load(Ordering::Relaxed)
     }
 
     fn last(&self) -> Instant {
@@ -71,19 +78,23 @@ pub(crate) struct Watched {
 impl Watched {
     pub(crate) fn new(session: Session, traffic: Arc<Traffic>) -> (Self, Arc<Progress>) {
         let last_us = AtomicU64::new(0);
-        let progress = Arc::new(Progress { begun: Instant::now(), last_us, traffic });
+        let (begun, is_ended) = (Instant::now(), AtomicBool::new(false));
+        let progress = Arc::new(Progress { begun, last_us, is_ended, traffic });
         (Self { session, progress: Arc::clone(&progress) }, progress)
     }
 
-    /// Records that bytes were moved, and counts them.
+    /// Records that bytes were moved, and counts them. Without bytes, the connection has ended.
     fn noted(
         &self,
         moved: io::Result<usize>,
         count: impl FnOnce(&Traffic) -> &AtomicU64,
     ) -> Poll<io::Result<usize>> {
-        if let Ok(bytes @ 1..) = moved {
-            self.progress.note();
-            count(&self.progress.traffic).fetch_add(bytes as u64, Ordering::Relaxed);
+        match moved {
+            Ok(bytes @ 1..) => {
+                self.progress.note();
+                count(&self.progress.traffic).fetch_add(bytes as u64, Ordering::Relaxed);
+            }
+            Ok(0) | Err(_) => self.progress.is_ended.store(true, Ordering::Relaxed),
         }
         Poll::Ready(moved)
     }

@@ -125,6 +125,13 @@ impl Kind {
     }
 }
 
+/// Returns a command of subscriptions as several with one name each.
+pub(crate) fn names(command: &Cmd) -> Vec<Cmd> {
+    let Some(Arg::Simple(word)) = command.args_iter().next() else { return Vec::new() };
+    let word = String::from_utf8_lossy(word);
+    arguments(command).map(|name| cmd(&word).arg(name).clone()).collect()
+}
+
 fn arguments(command: &Cmd) -> impl Iterator<Item = Vec<u8>> {
     command.args_iter().skip(1).filter_map(|word| match word {
         Arg::Simple(bytes) => Some(bytes.to_vec()),

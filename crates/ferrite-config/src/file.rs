@@ -10,6 +10,7 @@ use toml::de::{DeTable, DeValue};
 use crate::nearest::{distance, nearest_within};
 use crate::setting::{Alias, Program, Setting};
 use crate::table;
+use crate::unit::{self, Unit};
 use crate::values::{Origin, Values};
 
 /// Sections that also accept the names that other RDMA software uses.
@@ -45,6 +46,15 @@ impl fmt::Display for Problem {
     }
 }
 
+/// The settings of `ferrite server`, which may run an agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnitFile {
+    /// What the server reads.
+    pub server: File,
+    /// The values of its agent, if it runs one.
+    pub agent: Option<Values>,
+}
+
 /// Reads the text of a file for a program. Settings that the file does not have keep their
 /// defaults.
 ///
@@ -52,6 +62,64 @@ impl fmt::Display for Problem {
 /// Returns all errors, in the order of their lines. Whether values fit together is checked only if
 /// there is no other error.
 pub fn read(program: Program, text: &str) -> Result<File, Vec<Problem>> {
+    let file = parse(program, text)?;
+    let wrong = file.values.check().err().unwrap_or_default();
+    match problems_of(&[&file.values], wrong) {
+        problems if problems.is_empty() => Ok(file),
+        problems => Err(problems),
+    }
+}
+
+/// Reads the text of a file for `ferrite server` and for the agent that it may run. `complete` adds
+/// to the values of both what the environment and the flags say.
+///
+/// # Errors
+/// Returns all errors, as [`read`] does.
+pub fn read_unit(
+    text: &str,
+    complete: impl Fn(&mut Values) -> Result<(), String>,
+) -> Result<UnitFile, Vec<Problem>> {
+    let read = |program| {
+        let mut file = parse(program, text)?;
+        let wrong = |message| vec![Problem { line: 0, key: String::new(), message }];
+        complete(&mut file.values).map_err(wrong).map(|()| file)
+    };
+    let server = read(Program::Server)?;
+    let mut wrong = server.values.check().err().unwrap_or_default();
+    let agent = match unit::has_agent(&server.values) {
+        true => Some(read(Program::Agent)?.values),
+        false => None,
+    };
+    if let Some(agent) = &agent {
+        let both = Unit { server: &server.values, agent, directives: &server.directives };
+        wrong.extend(agent.check().err().unwrap_or_default());
+        wrong.extend(both.check().err().unwrap_or_default());
+    }
+    let values: Vec<_> = std::iter::once(&server.values).chain(&agent).collect();
+    match problems_of(&values, wrong) {
+        problems if problems.is_empty() => Ok(UnitFile { server, agent }),
+        problems => Err(problems),
+    }
+}
+
+/// Adds the lines of the settings to what is wrong with them.
+fn problems_of(values: &[&Values], wrong: Vec<(&'static Setting, String)>) -> Vec<Problem> {
+    let problem = |(setting, message): (&'static Setting, String)| {
+        let owner = values.iter().find(|values| setting.has(values.program()));
+        let line = match owner.map(|values| &values.entry(setting).origin) {
+            Some(Origin::File { line }) => *line,
+            _ => 0,
+        };
+        Problem { line, key: setting.key.into(), message }
+    };
+    let mut problems: Vec<_> = wrong.into_iter().map(problem).collect();
+    problems.sort();
+    problems.dedup();
+    problems
+}
+
+/// Reads the text of a file. Does not check whether values fit together.
+fn parse(program: Program, text: &str) -> Result<File, Vec<Problem>> {
     let mut reader = Reader {
         text,
         file: File { values: Values::new(program), directives: Vec::new() },
@@ -67,17 +135,6 @@ pub fn read(program: Program, text: &str) -> Result<File, Vec<Problem>> {
         reader.problems.push(Problem { line, key: String::new(), message });
     }
     reader.take("", table.get_ref());
-    if reader.problems.is_empty()
-        && let Err(wrong) = reader.file.values.check()
-    {
-        for (setting, message) in wrong {
-            let line = match reader.file.values.entry(setting).origin {
-                Origin::File { line } => line,
-                _ => 0,
-            };
-            reader.problems.push(Problem { line, key: setting.key.into(), message });
-        }
-    }
     let Reader { file, mut problems, .. } = reader;
     // A value that is not valid TOML would be reported twice: as a syntax error, and as a value of
     // the wrong type. Only the syntax error is kept.

@@ -38,6 +38,8 @@ mod setting;
 pub mod size;
 pub mod table;
 pub mod time;
+pub mod transports;
+pub mod unit;
 mod value;
 mod values;
 

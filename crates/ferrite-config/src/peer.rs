@@ -6,7 +6,8 @@ use std::net::Ipv4Addr;
 use crate::address;
 
 /// Parses an alias: an address in 127.0.0.0/8 that no program uses by default. 127.0.0.1 is the
-/// address of every host, and the last one is for broadcasts.
+/// address of every host, 127.0.0.0 is the network's own address, and 127.255.255.255 is for
+/// broadcasts.
 ///
 /// ```
 /// use ferrite_config::peer::alias;
@@ -90,8 +91,8 @@ impl fmt::Display for Network {
     }
 }
 
-/// Parses a network, `10.0.0.0/16`, or an address. It must be one that hosts can have. The bits
-/// after the prefix must be zero, so that a slip of the pen is noticed.
+/// Parses a network, `10.0.0.0/16`, or an address. The addresses must be ones that hosts can have.
+/// The bits after the prefix must be zero, so that a typing error is noticed.
 ///
 /// ```
 /// use ferrite_config::peer::network;

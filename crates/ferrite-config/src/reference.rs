@@ -44,9 +44,9 @@ const HEAD: &str = "\
 const FOREIGN_HEAD: &str = "
 ## Names of other RDMA software
 
-Ferrite accepts these names, too, except the refused ones. Names that start with `network.` are keys
-of the file, as in Ferrite's first documentation. The others come from brpc, and are accepted as
-arguments of the module, as flags, and in the section `[network.rdma]` of a file.
+Ferrite accepts these names, too, except the refused ones. Names with a dot are keys of the file, as
+in Ferrite's first documentation. The others come from brpc, and are accepted as arguments of the
+module, as flags, and in the section `[network.rdma]` of a file.
 
 | name there | default there | our name | our default | why it differs |
 |---|---|---|---|---|

@@ -18,6 +18,7 @@ pub use agent::*;
 pub use clients::*;
 pub use foreign::{FOREIGN, Foreign};
 pub use memory::*;
+use network::admin_address;
 pub use network::*;
 pub use queues::*;
 pub use server::*;
@@ -54,21 +55,19 @@ pub const AREAS: [(&str, &[&Setting]); 7] = [
 ];
 
 /// Keys of the file that have no meaning here: the key, and what to do instead.
-pub const REFUSED: [(&str, &str); 8] = [
+pub const REFUSED: [(&str, &str); 6] = [
     ("network.rdma.max_send_sge", ONE_BUFFER),
     ("network.rdma.max_recv_sge", ONE_BUFFER),
     ("network.rdma.rdma_max_sge", ONE_BUFFER),
     ("replication.rdma_device", REPLICATION),
     ("replication.rdma.use_rdma_write", REPLICATION),
     ("replication.rdma.max_inline_size", REPLICATION),
-    ("cluster.rdma.gossip_rdma", CLUSTER),
-    ("cluster.rdma.migration_rdma", CLUSTER),
 ];
 
 const ONE_BUFFER: &str =
     "every request has exactly one buffer; set its size with recv_buffer_size instead";
-const REPLICATION: &str = "replication uses TCP only; remove the key";
-const CLUSTER: &str = "the cluster bus and slot migration use TCP only; remove the key";
+const REPLICATION: &str = "replication uses the agent's links, which [network] and [network.rdma] \
+                           set up (rdma_device, inline_threshold); remove the key";
 
 const ALL: &[Program] = &Program::ALL;
 /// Programs that accept clients over RDMA.

@@ -7,6 +7,7 @@ use crate::address;
 use crate::environment;
 use crate::setting::{Alias, Program, Setting};
 use crate::table;
+use crate::transports::{self, Transports};
 use crate::value::Value;
 
 /// Where a value comes from. A later variant takes precedence over an earlier one.
@@ -268,13 +269,24 @@ impl Values {
         }
     }
 
-    /// Returns whether links may, must or must not use RDMA. Three settings decide this: `rdma`,
-    /// `rdma_enabled` and `rdma_fallback`. Only those from the origin with the highest precedence
-    /// count: a flag overrides all three in the file.
+    /// Returns whether links may, must or must not use RDMA. An agent must use it if replication or
+    /// the cluster must.
     ///
     /// # Errors
     /// Returns an error that says how the settings contradict each other.
     pub fn policy(&self) -> Result<Policy, String> {
+        let is_required = self.program == Program::Agent && Transports::of(self).require_rdma();
+        let stricter = |policy| match policy {
+            Policy::Prefer if is_required => Policy::Require,
+            policy => policy,
+        };
+        self.own_policy().map(stricter)
+    }
+
+    /// Returns the policy without those of replication and the cluster. Three settings decide it:
+    /// `rdma`, `rdma_enabled` and `rdma_fallback`. Only those from the origin with the highest
+    /// precedence count: a flag overrides all three in the file.
+    pub(crate) fn own_policy(&self) -> Result<Policy, String> {
         let rank = |setting| self.entry(setting).origin.rank();
         let all = [&table::RDMA, &table::RDMA_ENABLED, &table::RDMA_FALLBACK];
         let latest = all.map(rank).into_iter().max();
@@ -345,9 +357,12 @@ impl Values {
             && self.policy() == Ok(Policy::Require)
             && self.text(&table::DIRECT) == Some("allow")
         {
-            let why = "`allow` is for connections over TCP, but `rdma require` allows none; use \
-                       `refuse`";
+            let why = "`allow` is for connections over TCP, but `rdma require`, or a transport \
+                       `rdma` of replication or the cluster, allows none; use `refuse`";
             wrong.push((&table::DIRECT, why.into()));
+        }
+        if table::REPLICATION_TRANSPORT.has(self.program) {
+            wrong.extend(transports::check(self));
         }
         if self.program == Program::Server && self.listen_port() == Some(0) {
             let why = "the module uses one port for all addresses: give each address the same \

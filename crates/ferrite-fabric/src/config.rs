@@ -32,8 +32,8 @@ pub struct Config {
     /// it. Default: `auto`.
     pub connect: ConnectMode,
     /// How long to poll for completions before sleeping, in microseconds. A longer time reduces
-    /// latency and uses more CPU. From 1 s on, it is not adapted (see `adaptive_polling`). Default:
-    /// 500.
+    /// latency and uses more CPU. A time of 1 s or more is not adapted (see `adaptive_polling`).
+    /// Default: 500.
     pub busy_poll_us: u32,
     /// Adapts the polling time. A driver polls for twice as long as answers take, at most
     /// `busy_poll_us`. Each wait that is longer than `busy_poll_us` halves that time. So a fabric

@@ -33,9 +33,9 @@ impl Source {
         Self(ip, Urgency::Waited)
     }
 
-    /// Returns the same source for commands that nobody waits for. They have a queue of their own,
-    /// so that they do not delay the others: destroying an identifier of the connection manager can
-    /// take seconds if its peer does not answer.
+    /// Returns the same source for commands that nobody waits for. These commands have a queue of
+    /// their own, so that they do not delay the source's other commands. For example, destroying an
+    /// identifier of the connection manager can take seconds if its peer does not answer.
     pub(crate) fn unwaited(self) -> Self {
         Self(self.0, Urgency::Unwaited)
     }

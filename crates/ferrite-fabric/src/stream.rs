@@ -111,8 +111,8 @@ impl Stream {
         Self { writer: Writer::new(link.clone()), reader: Reader::new(link) }
     }
 
-    /// Returns the underlying link. It has statistics and addresses, and [`Link::abort`], which the
-    /// peer sees as a failure.
+    /// Returns the underlying link, for its statistics and addresses, and for [`Link::abort`]. The
+    /// peer sees an abort as a failure.
     #[must_use]
     pub fn link(&self) -> &Link {
         &self.reader.link

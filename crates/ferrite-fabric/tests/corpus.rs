@@ -1,5 +1,5 @@
-//! Runs the checks of this crate's fuzz targets over their committed corpora (`fuzz/corpus`), so
-//! that earlier findings of a fuzzer are tested without one. Also tests that each of these corpora
+//! Runs the checks of this crate's fuzz targets over their committed corpora (`fuzz/corpus`). So
+//! every test run repeats the earlier findings of a fuzzer. Also tests that each of these corpora
 //! has a check.
 
 #[path = "../../../fuzz/src/fabric/checks.rs"]

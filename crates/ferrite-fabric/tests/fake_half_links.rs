@@ -262,9 +262,10 @@ fn many_connections_get_windows_in_turn() {
     }
 }
 
-/// Charges and credits by two threads at once leave no trace in an account or its parent.
+/// Two threads charge and credit an account at once. Afterwards the account and its parent are at
+/// 0.
 #[test]
-fn concurrent_charges_leave_no_trace() {
+fn concurrent_charges_and_credits_cancel_out() {
     let world = world(1);
     let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("a device");
     let pool = Pool::builder(&[context.allocate_protection_domain().expect("a domain")]).build();
@@ -275,7 +276,8 @@ fn concurrent_charges_leave_no_trace() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..20_000 {
-                // Together with the other thread's block, this is within the free bytes of `link`.
+                // Both takes fit into the limit of `link` together: this one and the other thread's
+                // block.
                 let _ = pool.take(64 << 10, Purpose::Receive, &link);
             }
         });

@@ -95,8 +95,8 @@ impl MigratingLink {
     }
 }
 
-/// A peer with a large window does not take any message at first. The sender limits the bytes that
-/// it keeps in order to send them again after a migration, whatever the window.
+/// A link keeps sent bytes, so that it can send them again after a migration. The number of these
+/// bytes is limited, even if the peer has a large window and takes no message.
 #[test]
 fn limits_the_frames_that_it_keeps() {
     let world = World::new();

@@ -122,7 +122,7 @@ fn authenticated_link_upgrades_to_rdma_and_knows_its_peer() {
     }
 }
 
-/// A request by RDMA CM would be a way past TLS.
+/// A request by RDMA CM would bypass TLS.
 #[test]
 fn requests_by_rdma_cm_are_refused_and_counted() {
     for rdma in [Rdma::Prefer, Rdma::Require] {
@@ -178,7 +178,7 @@ fn wrong_and_missing_certificates_are_refused_explained_and_counted() {
     drop(link);
 }
 
-/// A program that sends something else than TLS gets no answer in clear text but an alert.
+/// A program that does not speak TLS gets no answer, or only a TLS alert.
 #[test]
 fn other_protocol_than_tls_ends_at_once() {
     let mut pair = Pair::new(Rdma::Forbid);

@@ -20,7 +20,7 @@ use ferrite_testkit::{Random, until, within};
 use migration::traffic::Traffic;
 
 /// Longer than any of these faults takes: the device's retries (about half a second) or the next
-/// search for a device (8 s), then the upgrade back to RDMA.
+/// search for a device (4 s), then the upgrade back to RDMA.
 const TEST_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// A link that can migrate, and its fabrics.

@@ -5,8 +5,9 @@ use ferrite_session::agent::{AgentHandle, AgentPeerStats, AgentStats};
 
 use crate::exposition::Exposition;
 
-/// The label of each class of streams, in the order of the counters. Streams are counted in the
-/// class in which they were opened, and none is opened as *bulk*.
+/// The label of each class of streams, in the order of the counters. A stream is counted in the
+/// class in which it was opened. No stream is opened in the third class, *bulk*, so that class has
+/// no label.
 const CLASSES: [&str; 2] = ["bus", "interactive"];
 /// The label of each transport.
 const TRANSPORTS: [(Transport, &str); 3] =
@@ -51,7 +52,7 @@ pub fn agent_metrics(agent: &AgentHandle, out: &mut Exposition) {
         )
     });
     let opened: Vec<_> = opened.collect();
-    let help = "Connections that were carried, by class, and by the side of the program";
+    let help = "Connections that were carried, by class and by the side whose program opened them";
     out.counters("agent_streams_opened", help, &opened);
     let bytes = peers.iter().flat_map(|(alias, peer)| {
         [("to_peer", peer.bytes_to_peer), ("from_peer", peer.bytes_from_peer)]
@@ -73,8 +74,8 @@ fn refusals(stats: &AgentStats, out: &mut Exposition) {
     out.counters("agent_connections_refused", help, &reset);
     let help = "Connections of local programs that went directly by TCP, without an agent";
     out.counter("agent_direct_connections", help, stats.direct);
-    let help = "Connections to engines from another source port than the peer's program has, \
-                because that port was in use";
+    let help = "Connections to engines whose source port is not that of the peer's program, because \
+                that port was in use on this host";
     out.counter("agent_source_ports_changed", help, stats.ports_changed);
     let refused: Vec<_> = stats
         .links_refused

@@ -95,7 +95,11 @@ fn histogram<'a>(op: &'a str, latency: &LatencyStats) -> Histogram<'a> {
 }
 
 fn links(stats: &FabricStats, out: &mut Exposition) {
-    out.gauge("rdma_links", "Links that are open, over RDMA or TCP", stats.links);
+    out.gauge(
+        "rdma_links",
+        "Links over RDMA or TCP, including those that are closing",
+        stats.links,
+    );
     let ways = [("accepted", stats.accepted), ("connected", stats.connected)];
     let ways = ways.map(|(by, count)| (vec![("by", by)], count));
     out.counters(

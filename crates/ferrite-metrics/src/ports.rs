@@ -1,8 +1,8 @@
 //! The counters of the host's RDMA ports, as the kernel shows them under `/sys/class/infiniband`.
 //!
-//! For each number, the driver may ask the card. A card in trouble can block the reader for seconds
-//! or for ever, so separate threads read the devices. A scrape waits for them for a limited time,
-//! and always has the metrics of the program and of the other devices.
+//! To read a counter, the driver may have to ask the card. A card in trouble can block the reader
+//! for seconds or for ever, so separate threads read the devices. A scrape waits for them for a
+//! limited time, and always has the metrics of the program and of the other devices.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;

@@ -275,8 +275,9 @@ pub async fn engine_answers(address: &EngineAddress) -> Result<(), String> {
 /// Checks whether a server answers a command on a new connection, as [`engine_answers`] does.
 ///
 /// # Errors
-/// Returns an error that says why the server does not answer. Other error replies are not answers
-/// either, for example `-LOADING`, or the error of a gateway without an engine.
+/// Returns an error that says why the server does not answer. An error reply is an answer only if
+/// it asks for a password. For example, `-LOADING` and the error of a gateway without an engine are
+/// no answers.
 pub async fn server_answers<S>(name: &str, mut connection: S) -> Result<(), String>
 where
     S: AsyncRead + AsyncWrite + Unpin,

@@ -35,6 +35,9 @@ const SILENCE_MAX: Duration = Duration::from_secs(51);
 /// The most messages of a tick. Sending one costs the engine's main thread a few microseconds. In
 /// a cluster with more than 1,280 nodes, each node gets the announcement less often.
 const MESSAGES_MAX: usize = 128;
+/// How many of these are for nodes that could not be reached before, if other nodes need the rest.
+/// Otherwise many nodes that are gone would keep the announcement from the nodes that run.
+const UNREACHABLE_MAX: usize = 16;
 
 /// The endpoints of all nodes of the cluster, or only this node's own without a cluster.
 #[derive(Debug, Default)]
@@ -54,13 +57,25 @@ struct Peer {
     endpoints: Vec<Endpoint>,
     /// When this node's announcement was last sent to it.
     told: Option<Instant>,
+    /// When the engine last had to send it the announcement, with or without success.
+    tried: Option<Instant>,
+    /// Whether the engine could not reach it at the last attempt.
+    is_unreachable: bool,
     /// Whether it has asked for an announcement.
     has_asked: bool,
 }
 
 impl Peer {
     fn new(node: Node) -> Self {
-        Self { node, heard: None, endpoints: Vec::new(), told: None, has_asked: false }
+        Self {
+            node,
+            heard: None,
+            endpoints: Vec::new(),
+            told: None,
+            tried: None,
+            is_unreachable: false,
+            has_asked: false,
+        }
     }
 
     fn is_due(&self, now: Instant) -> bool {
@@ -96,7 +111,7 @@ impl Endpoints {
     }
 
     /// Updates the nodes, forgets the endpoints of nodes that have left or are silent, and returns
-    /// the messages to send. [`Endpoints::note_sent`] must be called for each that was sent.
+    /// the messages to send. [`Endpoints::note_sent`] must be called for each of them.
     pub(crate) fn tick(&mut self, nodes: &[Node], now: Instant) -> Vec<(NodeId, Vec<u8>)> {
         self.myself = nodes.iter().find(|node| node.is_myself).copied();
         let mut peers = std::mem::take(&mut self.peers);
@@ -109,19 +124,28 @@ impl Endpoints {
             }
             self.peers.insert(node.id, peer);
         }
-        let mut due: Vec<_> = self.peers.values().filter(|peer| peer.is_due(now)).collect();
-        due.sort_by_key(|peer| peer.told);
+        let due = self.peers.values().filter(|peer| peer.is_due(now));
+        let (mut unreachable, mut reachable): (Vec<_>, Vec<_>) =
+            due.partition(|peer| peer.is_unreachable);
+        // Whoever has waited longest comes first.
+        reachable.sort_by_key(|peer| peer.tried);
+        unreachable.sort_by_key(|peer| peer.tried);
+        unreachable.truncate(MESSAGES_MAX.saturating_sub(reachable.len()).max(UNREACHABLE_MAX));
+        reachable.truncate(MESSAGES_MAX - unreachable.len());
         let message = |peer: &&Peer| {
             let wants_answer = peer.heard.is_none();
             let announcement = Announcement { wants_answer, endpoints: self.own.clone() };
             (peer.node.id, announcement.encode())
         };
-        due.iter().take(MESSAGES_MAX).map(message).collect()
+        reachable.iter().chain(&unreachable).map(message).collect()
     }
 
-    /// Records that a message of [`Endpoints::tick`] was sent.
-    pub(crate) fn note_sent(&mut self, to: NodeId, now: Instant) {
-        if let Some(peer) = self.peers.get_mut(&to) {
+    /// Records whether a message of [`Endpoints::tick`] was sent. The engine sends none to a node
+    /// that it cannot reach.
+    pub(crate) fn note_sent(&mut self, to: NodeId, was_sent: bool, now: Instant) {
+        let Some(peer) = self.peers.get_mut(&to) else { return };
+        (peer.tried, peer.is_unreachable) = (Some(now), !was_sent);
+        if was_sent {
             (peer.told, peer.has_asked) = (Some(now), false);
         }
     }
@@ -147,6 +171,7 @@ impl Endpoints {
         if let Some(peer) = self.peers.get_mut(&from) {
             (peer.heard, peer.endpoints) = (Some(now), endpoints);
             peer.has_asked |= wants_answer;
+            peer.is_unreachable = false;
         }
     }
 

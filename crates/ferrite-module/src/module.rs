@@ -232,9 +232,8 @@ impl Module {
         self.update_own_endpoints();
         let now = Instant::now();
         for (to, message) in self.endpoints.tick(&cluster.nodes(), now) {
-            if cluster.send(to, endpoints::MESSAGE_TYPE, &message) {
-                self.endpoints.note_sent(to, now);
-            }
+            let was_sent = cluster.send(to, endpoints::MESSAGE_TYPE, &message);
+            self.endpoints.note_sent(to, was_sent, now);
         }
     }
 

@@ -3,12 +3,15 @@
 //!
 //! Replies come from servers, which are not trusted: a part without the expected form is skipped.
 
-use std::net::{IpAddr, SocketAddr};
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
 
 use crate::resp::Value;
 
 /// The number of slots of a cluster.
 pub const SLOTS: u16 = 16_384;
+/// The longest name of a host in DNS, with a little room for the scope of an address.
+const HOST_BYTES_MAX: usize = 255;
 
 /// Returns the slot of a key: the CRC16 (XMODEM) of its hash tag, or of the whole key without one.
 ///
@@ -56,7 +59,7 @@ pub struct Redirect {
 
 impl Redirect {
     /// Reads an error reply such as `MOVED 3999 10.0.0.1:6379`. Returns `None` for any other error,
-    /// and for a malformed redirect.
+    /// and for a malformed redirect, such as one whose host has a control character.
     #[must_use]
     pub fn parse(error: &[u8]) -> Option<Self> {
         let mut words = std::str::from_utf8(error).ok()?.split(' ');
@@ -67,10 +70,21 @@ impl Redirect {
         };
         let slot = words.next()?.parse().ok().filter(|slot| *slot < SLOTS)?;
         let (host, port) = words.next()?.rsplit_once(':')?;
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        let host = (!host.is_empty() && host != "?").then(|| host.to_owned());
-        Some(Self { is_ask, slot, host, port: port.parse().ok()? })
+        let port = port.parse().ok().filter(|port| *port != 0)?;
+        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        let host = match host {
+            "" | "?" => None,
+            host => Some(host.to_owned()).filter(|host| is_host(host))?.into(),
+        };
+        Some(Self { is_ask, slot, host, port })
     }
+}
+
+/// Returns whether a text may be the name or the address of a host: a client prints it, and
+/// connects to it. An IPv6 address may have a scope, such as `fe80::1%eth0`.
+fn is_host(text: &str) -> bool {
+    let is_known = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%".contains(&byte);
+    (1..=HOST_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_known)
 }
 
 /// A node in CLUSTER SLOTS.
@@ -126,13 +140,32 @@ impl SlotMap {
     /// Returns each primary once, in the order of CLUSTER SLOTS.
     #[must_use]
     pub fn primaries(&self) -> Vec<&Node> {
-        let mut primaries: Vec<&Node> = Vec::new();
-        for node in self.ranges.iter().filter_map(|(_, _, nodes)| nodes.first()) {
-            if !primaries.iter().any(|known| known.id == node.id) {
-                primaries.push(node);
+        let primaries = self.ranges.iter().filter_map(|(_, _, nodes)| nodes.first());
+        let mut known = HashSet::new();
+        primaries.filter(|node| known.insert(node.id.as_str())).collect()
+    }
+
+    /// Returns the place of each slot's primary in [`SlotMap::primaries`], by slot; `None` for a
+    /// slot that no node serves. If ranges overlap, the first counts.
+    #[must_use]
+    pub fn primary_places(&self) -> Vec<Option<usize>> {
+        let places: HashMap<&str, usize> =
+            self.primaries().iter().enumerate().map(|(at, node)| (node.id.as_str(), at)).collect();
+        let mut by_slot = vec![None; usize::from(SLOTS)];
+        // The number of slots without a range: a hostile reply may repeat ranges without end.
+        let mut left = by_slot.len();
+        for (first, last, nodes) in &self.ranges {
+            let place = nodes.first().and_then(|node| places.get(node.id.as_str()));
+            if left == 0 {
+                break;
+            }
+            let range = usize::from(*first)..=usize::from(*last).min(by_slot.len() - 1);
+            for slot in by_slot.get_mut(range).unwrap_or_default() {
+                left -= usize::from(slot.is_none() && place.is_some());
+                *slot = slot.or(place.copied());
             }
         }
-        primaries
+        by_slot
     }
 }
 
@@ -144,27 +177,34 @@ fn parse_node(node: &Value<'_>, asked: &str) -> Option<Node> {
         host => text(host)?,
     };
     // A null or empty host or a wildcard address means the host that was asked. A node whose host
-    // is unknown (`?`) is skipped.
+    // is unknown (`?`) or invalid is skipped.
     let is_wildcard = host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified());
     let host = if host.is_empty() || is_wildcard { asked } else { host };
     let (host, id) = (host.to_owned(), text(id)?.to_owned());
-    (host != "?").then_some(Node { id, host, port: u16::try_from(*port).ok()? })
+    is_host(&host).then_some(Node { id, host, port: u16::try_from(*port).ok()? })
 }
 
 /// Reads the RDMA endpoints of a node from a reply to FERRITE ENDPOINTS of the node at the host
-/// `asked`. A node without the module replies with an error, and has none.
+/// `asked`: host and port of each. A node without the module replies with an error, and has none.
 #[must_use]
-pub fn rdma_endpoints(reply: &Value<'_>, node: &str, asked: &str) -> Vec<SocketAddr> {
+pub fn rdma_endpoints(reply: &Value<'_>, node: &str, asked: &str) -> Vec<(String, u16)> {
     let Value::Array(rows) = reply else { return Vec::new() };
     let endpoint = |row: &Value<'_>| {
         if text(&field(row, "node")?)? != node || text(&field(row, "transport")?)? != "rdma" {
             return None;
         }
-        // A node that has never met another one (CLUSTER MEET) does not know its own address.
         let address = field(row, "address")?;
-        let address = text(&address).filter(|address| !address.is_empty()).unwrap_or(asked);
+        let host = match &address {
+            // A node that has never met another one (CLUSTER MEET) does not know its own address.
+            // The host that was asked may be a name.
+            Value::Null => asked.to_owned(),
+            address => match text(address)? {
+                "" => asked.to_owned(),
+                address => address.parse::<IpAddr>().ok()?.to_string(),
+            },
+        };
         let Value::Integer(port) = field(row, "port")? else { return None };
-        Some(SocketAddr::new(address.parse().ok()?, u16::try_from(port).ok()?))
+        Some((host, u16::try_from(port).ok()?))
     };
     rows.iter().filter_map(endpoint).collect()
 }
@@ -228,6 +268,17 @@ mod tests {
             ("MOVED 1 :7", redirect(false, 1, None, 7)),
             ("MOVED 1 ?:7", redirect(false, 1, None, 7)),
             ("MOVED 1 2001:db8::1:7", redirect(false, 1, Some("2001:db8::1"), 7)),
+            ("MOVED 1 [2001:db8::1]:7", redirect(false, 1, Some("2001:db8::1"), 7)),
+            ("MOVED 1 fe80::1%eth0:7", redirect(false, 1, Some("fe80::1%eth0"), 7)),
+            ("MOVED 3999 :6381", redirect(false, 3999, None, 6381)),
+            ("MOVED 1 \x1b]0;evil\x07:6379", None),
+            ("MOVED 1 a\r:7", None),
+            ("MOVED 1 a\u{9b}:7", None),
+            ("MOVED 1 h\u{f6}st:7", None),
+            ("MOVED 1 a/b:7", None),
+            ("MOVED 1 a@b:7", None),
+            ("MOVED 1 a,b:7", None),
+            ("MOVED 1 a:0", None),
             ("MOVED 16384 a:7", None),
             ("MOVED 1 a", None),
             ("MOVED 1 a:99999", None),
@@ -237,6 +288,8 @@ mod tests {
             assert_eq!(Redirect::parse(text.as_bytes()), expected, "{text}");
         }
         assert_eq!(Redirect::parse(b"MOVED 1 \xff:7"), None);
+        let long = format!("MOVED 1 {}:7", "a".repeat(HOST_BYTES_MAX + 1));
+        assert_eq!(Redirect::parse(long.as_bytes()), None);
     }
 
     #[test]
@@ -250,6 +303,13 @@ mod tests {
         let id = |slot| map.primary_of(slot).map(|node| node.id.as_str());
         assert_eq!((id(9), id(10), id(16383)), (Some("a"), Some("c"), Some("a")));
         assert_eq!(map.primaries().iter().map(|node| &node.id).collect::<Vec<_>>(), ["a", "c"]);
+        let places = map.primary_places();
+        assert_eq!(places.len(), 16384);
+        let at = |slot: usize| places[slot];
+        assert_eq!(
+            [at(0), at(9), at(10), at(19), at(20), at(16383)].map(Option::unwrap),
+            [0, 0, 1, 1, 0, 0]
+        );
         assert_eq!(map.node_at("h", 2).map(|node| node.id.as_str()), Some("b"));
         assert_eq!(map.node_at("asked", 3).map(|node| node.id.as_str()), Some("c"));
         assert_eq!(SlotMap::parse(&Value::Error(b"ERR"), "asked"), None);
@@ -282,8 +342,11 @@ mod tests {
         let bytes = resp(&format!("*{} {}", rows.len(), rows.concat()));
         let reply = Value::parse(&bytes).expect("valid RESP");
         let of = |node| rdma_endpoints(&reply, node, "10.0.0.9");
-        assert_eq!(of("a"), ["10.0.0.1:6380".parse().expect("an address")]);
-        assert_eq!(of("b"), ["10.0.0.9:6380".parse().expect("an address")]);
+        assert_eq!(of("a"), [("10.0.0.1".into(), 6380)]);
+        assert_eq!(of("b"), [("10.0.0.9".into(), 6380)]);
+        // The host that was asked may be a name.
+        let named = rdma_endpoints(&reply, "b", "db.example");
+        assert_eq!(named, [("db.example".into(), 6380)]);
         assert_eq!(of("c"), []);
         assert_eq!(rdma_endpoints(&Value::Error(b"ERR unknown command"), "a", "10.0.0.9"), []);
     }

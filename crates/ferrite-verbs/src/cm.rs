@@ -300,7 +300,8 @@ impl CmId {
     ///
     /// The peer gets [`CmEventKind::DISCONNECTED`] at once. This side gets the event when the peer
     /// has confirmed, with this call or by dropping its identifier, or when the kernel gives up
-    /// waiting for that. This call does not change the queue pair: the caller must stop it as well.
+    /// waiting for the confirmation. This call does not change the queue pair: the caller must stop
+    /// it as well.
     ///
     /// # Errors
     /// If the identifier has never had a connection or a connection request.

@@ -2,9 +2,9 @@
 //!
 //! There are two types. [`Absence`] says why RDMA is unavailable on this host, so that a caller can
 //! fall back to TCP. [`Error`] says that a call failed. Its [`ErrorKind`] tells the caller whether
-//! to retry, reconnect, fall back or stop. Its message names the call, its arguments and the cause;
-//! for an absence or a denied file, only the cause. [`Error::remedy`] returns the remedy, where one
-//! is known.
+//! to retry, reconnect, fall back or stop. Its message names the call, its arguments and the cause.
+//! For an absence or a denied file, the message names only the cause. [`Error::remedy`] returns the
+//! remedy, where one is known.
 
 use std::fmt;
 use std::io;
@@ -126,7 +126,7 @@ pub enum ErrorKind {
     /// The kernel or the device has no memory or objects left: free some, then retry.
     OutOfMemory,
     /// A cgroup (the rdma controller) allows no more objects, or the device is busy: stop creating
-    /// them, or raise the limit.
+    /// objects, or raise the limit.
     CgroupLimit,
     /// The process or the host has no file descriptors left.
     FileDescriptors,

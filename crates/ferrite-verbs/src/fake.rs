@@ -1,5 +1,5 @@
-//! A software provider behind the same function table. Its hosts, devices and network exist only in
-//! this process.
+//! A software provider behind the function tables of libibverbs and librdmacm. Its hosts, devices
+//! and network exist only in this process.
 //!
 //! The higher layers can run on it without a device: under Miri, in a unit test, on a laptop. It
 //! can also cause rare events: a call that fails, a port that goes down, a black hole, a device
@@ -44,10 +44,10 @@
 //! without a queue pair.
 //!
 //! Every operation is executed at once, on the caller's thread, under one lock. No packet is in
-//! flight, no thread runs in the background, and the same calls give the same completions. No time
-//! passes either. Where a device would retry and then fail, the fake fails at once. A device may
-//! also retry until the cause disappears (`rnr_retry` 7, `timeout` 0, a peer that is not ready to
-//! receive yet). In these cases the request waits until the cause has disappeared.
+//! flight, no thread runs in the background, and the same calls give the same completions. The fake
+//! has no clock: where a device would retry for a time and then fail, the fake fails at once. A
+//! device may also retry until the cause disappears (`rnr_retry` 7, `timeout` 0, a peer that is not
+//! ready to receive yet). In these cases the request waits until the cause has disappeared.
 //!
 //! To find bugs, the fake is stricter than devices:
 //! - local and remote keys differ and are never reused,

@@ -346,8 +346,8 @@ impl MemoryRegion {
         out
     }
 
-    /// Returns one byte of the region with an atomic load. Callers use this to wait for a change of
-    /// the memory by the device instead of a completion.
+    /// Returns one byte of the region with an atomic load. A caller can wait for a change of this
+    /// byte by the device, instead of waiting for a completion.
     ///
     /// # Panics
     /// If `offset` is not within the region.

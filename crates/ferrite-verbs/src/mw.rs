@@ -131,7 +131,7 @@ impl MemoryWindow {
 
     /// Releases the window now and reports whether the device released it. After `Ok`, the peer
     /// cannot start a new access. An access that has already started may continue. Deregistering
-    /// the region waits for its end.
+    /// the region waits until such an access has ended.
     ///
     /// # Errors
     /// The error that the device reported. The window is returned unchanged.

@@ -22,13 +22,14 @@ pub struct DeviceQuirks {
     /// How long a peer should wait before it resends a message for which we had no receive posted;
     /// encoded as in [`Path::rnr_timer`](crate::Path::rnr_timer).
     ///
-    /// 640 µs on network cards, as in most RDMA programs, and about 10 ms on Soft-RoCE. There,
-    /// resending takes CPU time from the very program that should post receives: with 640 µs and
-    /// 200 busy links, most packets were resent ones. iWARP, and so siw, does not use this timer.
+    /// The value is 640 µs on network cards, as in most RDMA programs, and about 10 ms on
+    /// Soft-RoCE. On Soft-RoCE, resending takes CPU time from the program that should post
+    /// receives: with 640 µs and 200 busy links, most packets were resent ones. iWARP does not use
+    /// this timer, and siw is software iWARP.
     pub rnr_timer: u8,
 }
 
-/// 640 µs and 10.24 ms; table 45 of the InfiniBand specification.
+/// 640 µs and 10.24 ms, encoded as in table 45 of the InfiniBand specification.
 const RNR_TIMER: u8 = 12;
 const SOFTWARE_RNR_TIMER: u8 = 20;
 

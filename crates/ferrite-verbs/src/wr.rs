@@ -271,7 +271,8 @@ impl Request for RecvRequest<'_> {
 pub struct PostError {
     /// How many requests count as posted.
     pub posted: usize,
-    /// Why the provider refused the next request, or, if it named none, why its call failed.
+    /// Why the provider refused the next request. If the provider named no request, why its call
+    /// failed.
     pub error: Error,
 }
 

@@ -24,7 +24,7 @@ const KILLED_EVERY: u32 = 50;
 
 #[test]
 #[expect(clippy::print_stdout, reason = "prints the seed that replays a failure")]
-fn a_thousand_lives_leave_nothing() {
+fn a_thousand_connections_leave_nothing() {
     if let Some(target) = role() {
         return connect_and_wait(&target);
     }
@@ -92,9 +92,10 @@ fn kill_a_peer(fixture: &Fixture) {
     let config = PairConfig::default();
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("an address");
-    let mut child = rerun_test("churn::a_thousand_lives_leave_nothing", &target.to_string(), &[])
-        .spawn()
-        .expect("a child");
+    let mut child =
+        rerun_test("churn::a_thousand_connections_leave_nothing", &target.to_string(), &[])
+            .spawn()
+            .expect("a child");
     let request = listener.next_request(TIMEOUT).expect("events").expect("the child's request");
     let parts = Parts::new(fixture, &fixture.hosts[0], &config);
     cm::accept(&request, &parts.qp, config.access, &params(&config), TIMEOUT).expect("accept");

@@ -1,5 +1,6 @@
-//! Faults on Soft-RoCE (`cargo xtask lab-test faults`). They must be reported in time and with a
-//! typed error, or must only delay the requests.
+//! Faults on Soft-RoCE (`cargo xtask lab-test faults`). A fault must be reported in time and with a
+//! typed error. A fault that the device can repair, such as a lost packet, must only delay the
+//! requests.
 //!
 //! The table of faults in lab/README.md lists them. Most tests break the guest's network with an
 //! operator's tools (ip, tc, rdma). They repair the network at the end, even if they fail.

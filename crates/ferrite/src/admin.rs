@@ -13,7 +13,7 @@ use ferrite_metrics::{
     server_answers,
 };
 use ferrite_session::agent::AgentHandle;
-use ferrite_session::{Connector, Gateway, Moved};
+use ferrite_session::{Connector, EngineAddress, Gateway, Moved};
 
 /// Opens the admin port if the settings have one.
 pub(crate) fn start<P: Program>(
@@ -97,10 +97,12 @@ impl Program for RelayAdmin {
     }
 }
 
-/// Serves the agent's admin port. The agent is ready while it has a link to each peer.
+/// Serves the agent's admin port. The agent is ready while it has a link to each peer. The agent of
+/// `ferrite server` is ready only while the engine answers, too.
 pub(crate) struct AgentAdmin {
     pub(crate) fabric: Fabric,
     pub(crate) agent: AgentHandle,
+    pub(crate) engine: Option<EngineAddress>,
 }
 
 impl Program for AgentAdmin {
@@ -113,8 +115,13 @@ impl Program for AgentAdmin {
     }
 
     fn ready(&self) -> Ready {
-        let agent = self.agent.clone();
-        Box::pin(async move { agent.check_links().await })
+        let (agent, engine) = (self.agent.clone(), self.engine.clone());
+        Box::pin(async move {
+            if let Some(engine) = &engine {
+                engine_answers(engine).await?;
+            }
+            agent.check_links().await
+        })
     }
 }
 

@@ -34,6 +34,11 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     ExitCode::from(code(error))
 }
 
+/// Returns the exit code for an error, and the paragraph for people.
+pub(crate) fn describe(error: &anyhow::Error) -> (u8, String) {
+    (code(error), Failure::from_error(error).paragraph())
+}
+
 /// Returns the exit code for an error.
 fn code(error: &anyhow::Error) -> u8 {
     let is_unavailable = error.chain().any(|cause| {

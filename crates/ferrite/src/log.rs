@@ -147,12 +147,16 @@ where
 {
     fn format_event(
         &self,
-        _: &FmtContext<'_, S, N>,
+        context: &FmtContext<'_, S, N>,
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
         let mut fields = Fields::default();
         event.record(&mut fields);
+        // The agent of `ferrite server` runs in a span. A text line begins with the span's name.
+        if let Some(span) = context.lookup_current() {
+            fields.others.insert("source".into(), span.name().into());
+        }
         let level = event.metadata().level().as_str();
         writer.write_str(&json_line(level, &fields.message, fields.others))
     }

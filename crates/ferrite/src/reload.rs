@@ -1,7 +1,7 @@
 //! SIGHUP: reads the settings again, reports which have changed, and applies those that can change
 //! while the program runs. The table in `ferrite-config` says which settings can.
 
-use ferrite_config::{Setting, TakesEffect, Values};
+use ferrite_config::{Program, Setting, TakesEffect, Values};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::log;
@@ -24,6 +24,16 @@ impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
     /// `apply` with the values that apply from then on. Otherwise logs the error.
     pub(crate) async fn run(mut self, apply: impl Fn(&Values)) -> std::convert::Infallible {
         loop {
+            let (values, changes) = self.next().await;
+            apply(&values);
+            changes.report();
+        }
+    }
+
+    /// Waits for a SIGHUP after which the settings are valid. Returns the values that apply from
+    /// then on, and what has changed. Logs the errors of others. Cancel-safe.
+    pub(crate) async fn next(&mut self) -> (Values, Changes) {
+        loop {
             if self.hung_up.recv().await.is_none() {
                 std::future::pending::<()>().await;
             }
@@ -32,8 +42,7 @@ impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
                     let changes = Changes::between(&self.current, &read);
                     self.current = changes.applied_to(&self.current, &read);
                     log::set_level(&self.current);
-                    apply(&self.current);
-                    changes.report();
+                    return (self.current.clone(), changes);
                 }
                 Err(error) => {
                     tracing::error!("SIGHUP received, but no setting was changed: {error:#}");
@@ -88,6 +97,12 @@ impl Changes {
         values
     }
 
+    /// Adds the changes of another program, except those of settings that this one has, too.
+    pub(crate) fn extend(&mut self, other: Self, this: Program) {
+        self.now.extend(other.now.into_iter().filter(|change| !change.setting.has(this)));
+        self.later.extend(other.later.into_iter().filter(|setting| !setting.has(this)));
+    }
+
     /// Logs which settings have changed, and which would change at the next start.
     pub(crate) fn report(&self) {
         let lines: Vec<_> = self.now.iter().map(|change| change.line.as_str()).collect();
@@ -105,7 +120,7 @@ impl Changes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ferrite_config::{Origin, Program, table};
+    use ferrite_config::{Origin, table};
 
     #[test]
     fn tells_what_changes_now_and_what_at_the_next_start() {

@@ -1,5 +1,6 @@
 //! `ferrite server`: runs an unmodified engine with our module, from one command and one file.
 
+mod agent;
 mod config;
 mod error;
 mod events;
@@ -48,6 +49,9 @@ pub(crate) struct Options {
     /// Configuration file; the packages install /etc/ferrite/ferrite.toml, which has every key
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Also run an agent, with the settings in [agent] (see `ferrite agent --help`)
+    #[arg(long)]
+    agent: bool,
     /// Check the file, print the command and the engine's configuration, and exit
     #[arg(long)]
     check: bool,
@@ -77,7 +81,9 @@ impl<'a> Sources<'a> {
 
     fn flags(self) -> impl Iterator<Item = (&'static Setting, &'a str)> {
         let flags = [(&table::LOG, &self.0.log), (&table::LOG_LEVEL, &self.0.log_level)];
-        flags.into_iter().filter_map(|(setting, text)| Some((setting, text.as_deref()?)))
+        let flags = flags.map(|(setting, text)| (setting, text.as_deref()));
+        let agent = (&table::SERVER_AGENT, self.0.agent.then_some("yes"));
+        flags.into_iter().chain([agent]).filter_map(|(setting, text)| Some((setting, text?)))
     }
 }
 
@@ -86,11 +92,14 @@ Examples:
   ferrite server                                     the installed engine, RDMA on port 6380
   ferrite server --config /etc/ferrite/ferrite.toml --check
   ferrite-cli -h 192.0.2.1 -p 6380 PING              from another host
+  ferrite server --config ferrite.toml --agent       with the agent of [agent]: replication and the
+                                                     cluster bus over RDMA
 
 Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves its data, and the exit code
   is 0); a second signal kills the engine.
   SIGHUP reads the file again and applies the settings that can change; the log names the others.
-  If ferrite itself is killed, the engine gets SIGTERM.
+  If ferrite itself is killed, the engine gets SIGTERM. The agent ends after the engine, and lets
+  connections end first if the exit code is 0. If the agent fails, the engine is stopped, too.
 
 JSON lines: {event: ready, pid, program, module, unix_socket, engine, tcp_port, status, address,
   devices[], reason}, {event: restarting, code, restart, delay_seconds}, {event: ended, code}
@@ -123,7 +132,8 @@ fn try_run(options: &Options) -> anyhow::Result<u8> {
     if options.check {
         let version = runtime.block_on(version(&plan.engine))?;
         config.check_rdma()?;
-        events::check(options.json, &plan, &version)?;
+        let agent = config.agent_setup(&plan.socket)?;
+        events::check(options.json, &plan, &version, agent.as_ref())?;
         return Ok(0);
     }
     let _directory = plan.runtime_dir.as_deref().map(PrivateDir::make).transpose()?;

@@ -57,8 +57,8 @@ fn bench_divides_the_load_among_the_primaries_of_a_cluster() {
     for program in engines() {
         let shape = Shape { without_module: &[2], ..Shape::primaries(&program, 3) };
         let mut cluster = Cluster::start(&shape);
+        let server = cluster.nodes[0].address.to_string();
         let bench = |more: &[&str]| {
-            let server = cluster.nodes[0].address.to_string();
             let output = Command::new(env!("CARGO_BIN_EXE_ferrite"))
                 .args(["bench", "kv", &server, "--cluster", "--json", "--warmup", "0"])
                 .args(["--seconds", "0.5"])
@@ -95,6 +95,13 @@ fn bench_divides_the_load_among_the_primaries_of_a_cluster() {
             let error = report.expect("JSON")["error"]["message"].to_string();
             assert!(error.contains(expected), "{error}");
         }
+        // A node that is gone is named, with its id and its address.
+        cluster.nodes[1].engine.kill();
+        let (report, stderr) = bench(&[]);
+        let error = report.map_or(stderr, |report| report["error"]["message"].to_string());
+        let lost = &cluster.nodes[1];
+        let expected = format!("node {} at {}", lost.id, lost.address);
+        assert!(error.contains(&expected), "{expected}: {error}");
         cluster.assert_healthy();
     }
     let port = free_port().to_string();

@@ -10,10 +10,11 @@ use redis::{
 };
 
 use super::connection::ClusterConnection;
-use super::node::{Node, Shared};
+use super::node::Node;
+use super::shared::Shared;
 use crate::client::{ClientBuilder, current_runtime};
 
-/// How often redis-rs sends a command again before it fails. Then the cluster connection decides
+/// How often redis-rs tries to find a node before it fails. Then the cluster connection decides
 /// whether it tries again.
 const RETRIES: u32 = 8;
 /// The range of redis-rs's pauses, in milliseconds.
@@ -97,7 +98,8 @@ impl ClusterClient {
     pub async fn connect(&self) -> RedisResult<ClusterConnection> {
         current_runtime()?;
         let ClusterClientBuilder { client, read_from, retry_for } = &*self.0;
-        let shared = Shared::new(client.clone().build(), *retry_for);
+        let reads_replicas = *read_from != ReadFrom::Primary;
+        let shared = Shared::new(client.clone().build(), *retry_for, reads_replicas);
         let info = RedisConnectionInfo::default()
             .set_username(shared.user())
             .set_protocol(client.info.protocol());
@@ -136,10 +138,14 @@ impl ClusterClientBuilder {
         self
     }
 
-    /// Sets for how long a command is sent again while the cluster cannot serve it, or while its
-    /// node cannot be reached (default 30 s). That should be longer than a failover takes. redis-rs
-    /// sends a command up to 8 times again in any case, as it does after a redirect. The time
-    /// between two attempts is 10 ms to 0.5 s, and random in part.
+    /// Sets for how long a command or pipeline is tried again while the cluster cannot serve it, or
+    /// while its node cannot be reached (default 30 s, at least 1 s). That should be longer than a
+    /// failover takes.
+    /// All redirects, connects and retries of a command share this time. The pause between two
+    /// attempts grows from 10 ms to 0.5 s.
+    ///
+    /// A command that was sent waits for its reply as long as the connection makes progress
+    /// ([`ClientBuilder::response_timeout`]).
     pub fn retry_for(mut self, time: Duration) -> Self {
         self.retry_for = time;
         self

@@ -2,7 +2,7 @@
 //! what it has sent to each over which transport.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -58,7 +58,7 @@ pub(super) enum Way {
     /// The node has no RDMA endpoint that is known.
     Engine { id: String },
     /// The node's module accepts RDMA at these addresses.
-    Rdma { id: String, endpoints: Vec<SocketAddr> },
+    Rdma { id: String, endpoints: Vec<Host> },
 }
 
 /// An address of the engine, as the cluster announces it: host and port.
@@ -68,7 +68,7 @@ type Address = (String, u16);
 pub(super) struct Directory {
     ids: BTreeMap<Address, String>,
     /// The RDMA endpoints of each node, by its id.
-    endpoints: BTreeMap<String, Vec<SocketAddr>>,
+    endpoints: BTreeMap<String, Vec<Host>>,
     used: BTreeMap<(Address, String), Used>,
 }
 
@@ -95,8 +95,8 @@ impl Directory {
     }
 
     /// Returns the RDMA endpoints of all nodes.
-    pub(super) fn all_endpoints(&self) -> Vec<SocketAddr> {
-        self.endpoints.values().flatten().copied().collect()
+    pub(super) fn all_endpoints(&self) -> Vec<Host> {
+        self.endpoints.values().flatten().cloned().collect()
     }
 
     /// Records a reply to CLUSTER SLOTS. Nodes that are no longer in it are forgotten.
@@ -185,7 +185,7 @@ impl Directory {
 
 /// Returns the RDMA endpoints of the node with the id in `my_id`, a reply to CLUSTER MYID, from its
 /// own reply to FERRITE ENDPOINTS.
-pub(super) fn own_endpoints(my_id: &Value, reply: &Value, from: &Host) -> Vec<SocketAddr> {
+pub(super) fn own_endpoints(my_id: &Value, reply: &Value, from: &Host) -> Vec<Host> {
     let mut rows = parse_endpoints(reply, from).unwrap_or_default();
     rows.retain(|row| Some(row.id.as_str()) == text(my_id));
     rows.into_iter().filter_map(|row| row.endpoint).collect()
@@ -193,6 +193,32 @@ pub(super) fn own_endpoints(my_id: &Value, reply: &Value, from: &Host) -> Vec<So
 
 fn key(host: &Host) -> Address {
     (host.name.clone(), host.port_or_default())
+}
+
+/// Puts the host that was asked in place of an empty, null or wildcard host in a reply to CLUSTER
+/// SLOTS: redis-rs may take the reply for that of another node.
+pub(super) fn complete_slots(slots: &mut Value, from: &Host) {
+    let Value::Array(ranges) = slots else { return };
+    let nodes = ranges.iter_mut().filter_map(|range| match range {
+        Value::Array(range) => range.get_mut(2..),
+        _ => None,
+    });
+    for node in nodes.flatten() {
+        let Value::Array(node) = node else { continue };
+        let Some(name) = node.first_mut() else { continue };
+        let is_own = match &*name {
+            Value::Nil => true,
+            name => text(name).is_some_and(means_asked_host),
+        };
+        if is_own {
+            *name = Value::BulkString(from.name.clone().into_bytes());
+        }
+    }
+}
+
+/// Returns whether a host stands for the host that was asked.
+fn means_asked_host(name: &str) -> bool {
+    name.is_empty() || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
 }
 
 /// Returns address and id of a node in a reply to CLUSTER SLOTS, by the same rules as redis-rs: an
@@ -203,15 +229,14 @@ fn named_node(node: &[Value], from: &Host) -> Option<(Address, String)> {
         Value::Nil => String::new(),
         name => text(name)?.to_owned(),
     };
-    let is_wildcard = name.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified());
-    let name = if name.is_empty() || is_wildcard { from.name.clone() } else { name };
+    let name = if means_asked_host(&name) { from.name.clone() } else { name };
     Some(((name, u16::try_from(*port).ok()?), text(id)?.to_owned()))
 }
 
 /// A row of FERRITE ENDPOINTS. Only RDMA endpoints are of interest.
 struct Row {
     id: String,
-    endpoint: Option<SocketAddr>,
+    endpoint: Option<Host>,
 }
 
 /// Reads a reply to FERRITE ENDPOINTS; `None` if it is an error.
@@ -233,14 +258,19 @@ fn parse_row(row: &Value, from: &Host) -> Option<Row> {
         _ => None,
     };
     let id = text(field("node")?)?.to_owned();
-    let address = text(field("address")?)?;
     // A node that no other node has contacted does not know its own address. It sends an empty one,
-    // which stands for the host that was asked.
-    let ip = if address.is_empty() { from.name.parse() } else { address.parse::<IpAddr>() };
+    // which stands for the host that was asked. That host may have a name.
+    let name = match field("address")? {
+        Value::Nil => Some(from.name.clone()),
+        address => match text(address)? {
+            "" => Some(from.name.clone()),
+            address => address.parse::<IpAddr>().ok().map(|ip| ip.to_string()),
+        },
+    };
     let Value::Int(port) = field("port")? else { return None };
-    let port = u16::try_from(*port).ok()?;
+    let port = Some(u16::try_from(*port).ok()?);
     let has_rdma = text(field("transport")?)? == "rdma";
-    let endpoint = ip.ok().filter(|_| has_rdma).map(|ip| SocketAddr::new(ip, port));
+    let endpoint = name.filter(|_| has_rdma).map(|name| Host { name, port });
     Some(Row { id, endpoint })
 }
 
@@ -312,12 +342,15 @@ mod tests {
         ];
         let reply = Value::Array(rows);
         directory.note_endpoints(&reply, &asked);
-        let endpoints = vec!["10.9.0.1:6380".parse().expect("an address")];
+        let endpoints = vec![host("10.9.0.1", 6380)];
         assert_eq!(directory.way_to(&host("10.0.0.1", 1)), Way::Rdma { id: "a".into(), endpoints });
-        let endpoints = vec!["10.0.0.2:6380".parse().expect("an address")];
+        let endpoints = vec![host("10.0.0.2", 6380)];
         let my_id = |id: &str| Value::BulkString(id.into());
         assert_eq!(own_endpoints(&my_id("b"), &reply, &asked), endpoints);
         assert!(own_endpoints(&my_id("c"), &reply, &asked).is_empty(), "node c is not listed");
+        // The host that was asked may have a name.
+        let named = own_endpoints(&my_id("b"), &reply, &host("db.example", 2));
+        assert_eq!(named, [host("db.example", 6380)]);
         assert_eq!(directory.way_to(&asked), Way::Rdma { id: "b".into(), endpoints });
         // A node without the module changes nothing.
         let error = parsed("-ERR unknown command ");
@@ -327,6 +360,23 @@ mod tests {
         assert!(own_endpoints(&error, &reply, &asked).is_empty());
         directory.note_slots(&slots(), &asked);
         assert_eq!(directory.endpoints.len(), 2, "the node that left is forgotten");
+    }
+
+    #[test]
+    fn completes_the_hosts_of_slots() {
+        let mut slots = parsed(
+            "*2 *3 :0 :9 *3 $8 10.0.0.1 :1 $1 a *5 :10 :19 *3 $0  :2 $1 b *3 $-1 :3 $1 c \
+             *3 $7 0.0.0.0 :4 $1 d ",
+        );
+        complete_slots(&mut slots, &host("10.0.0.2", 2));
+        let expected = parsed(
+            "*2 *3 :0 :9 *3 $8 10.0.0.1 :1 $1 a *5 :10 :19 *3 $8 10.0.0.2 :2 $1 b \
+             *3 $8 10.0.0.2 :3 $1 c *3 $8 10.0.0.2 :4 $1 d ",
+        );
+        assert_eq!(slots, expected);
+        let mut odd = parsed("*2 *1 :0 $-1 ");
+        complete_slots(&mut odd, &host("10.0.0.2", 2));
+        assert_eq!(odd, parsed("*2 *1 :0 $-1 "));
     }
 
     #[test]

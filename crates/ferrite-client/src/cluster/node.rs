@@ -1,131 +1,117 @@
-//! A connection to one node of a cluster, over RDMA to the node's module or over TCP to its engine.
+//! A connection to one node of a cluster.
 //!
-//! redis-rs opens such connections by the function in [`Connect`], which has no `self` that could
-//! hold our state. But redis-rs passes the user name in its settings on to that function. So this
-//! user name contains the number of the [`Shared`] state, and the real user name is in the client's
-//! own settings.
+//! redis-rs does nothing else while it asks for the slots or connects to a node: one task routes
+//! the commands to all nodes, and it holds a lock meanwhile. Therefore nothing here makes that task
+//! wait for a single node:
+//! - a connection is opened in a task of its own, and redis-rs gets it at once,
+//! - redis-rs's checks (PING, READONLY) are answered here,
+//! - CLUSTER SLOTS goes to further nodes if a node does not answer soon,
+//! - commands with a key do not run in redis-rs's task: redis-rs finds the node ([`Lookup`]), and
+//!   the caller runs the command there.
 
-use std::collections::BTreeMap;
 use std::io;
-use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Fallback, Rdma};
-use ferrite_session::{ConnectError, Connector, Host, Session, SessionTransport};
+use ferrite_session::Host;
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::cluster_async::Connect;
 use redis::{
-    AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, Pipeline, PushKind, RedisError,
-    RedisFuture, RedisResult, ServerErrorKind, Value,
+    AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, Pipeline, RedisError,
+    RedisFuture, RedisResult, RetryMethod, Value,
 };
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+use tokio::time::{sleep, timeout_at};
 
-use super::directory::{Directory, Way, is_rdma, own_endpoints};
-use super::route::begins_with;
-use crate::client::{Client, Dialed, resolve, summarize};
+use super::dial::{Dialer, Opened};
+use super::directory::complete_slots;
+use super::lookup::Lookup;
+use super::reply::{checked, error_reply, text_of};
+use super::route::{begins_with, is_word};
+use super::shared::{Shared, next_number};
+use crate::client::is_connection_error;
 use crate::progress::Progress;
 
-/// What the connections to all nodes share.
-pub(super) struct Shared {
-    number: u64,
-    client: Client,
-    /// For how long a command that fails is sent again.
-    pub(super) retry_for: Duration,
-    directory: Mutex<Directory>,
-}
-
-/// The states of all cluster connections of this process, by their numbers.
-static ALL: Mutex<BTreeMap<u64, Weak<Shared>>> = Mutex::new(BTreeMap::new());
-
-const USER: &str = "ferrite-cluster-connection-";
 /// The code of an error that redis-rs does not retry. The cluster connection replaces it.
 pub(super) const NO_PROGRESS: &str = "FERRITENOPROGRESS";
+/// How long a node may take to answer CLUSTER SLOTS before another node is asked, too.
+const SLOTS_PATIENCE: Duration = Duration::from_millis(100);
+/// How long no new connection to a node is opened after one has failed.
+const FAILED_FOR: Duration = Duration::from_millis(100);
+/// The same for a node that must be reached over RDMA, and has no RDMA endpoint.
+const REFUSED_FOR: Duration = Duration::from_secs(1);
 
-impl Shared {
-    pub(super) fn new(client: Client, retry_for: Duration) -> Arc<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(Self { number, client, retry_for, directory: Mutex::default() });
-        lock(&ALL).insert(number, Arc::downgrade(&shared));
-        shared
-    }
-
-    /// Returns the user name by which [`Connect`] finds this state.
-    pub(super) fn user(&self) -> String {
-        format!("{USER}{}", self.number)
-    }
-
-    fn of_user(user: Option<&str>) -> RedisResult<Arc<Self>> {
-        let number = user.and_then(|user| user.strip_prefix(USER)?.parse::<u64>().ok());
-        let shared = number.and_then(|number| lock(&ALL).get(&number)?.upgrade());
-        shared.ok_or_else(|| {
-            // The state lives as long as the cluster connection.
-            let ended =
-                io::Error::new(io::ErrorKind::Unsupported, "the cluster connection has ended");
-            RedisError::from(ended)
-        })
-    }
-
-    pub(super) fn directory(&self) -> MutexGuard<'_, Directory> {
-        lock(&self.directory)
-    }
-
-    pub(super) fn client(&self) -> &Client {
-        &self.client
-    }
-
-    fn policy(&self) -> Rdma {
-        self.client.settings().connector.policy()
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        lock(&ALL).remove(&self.number);
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A connection to a node. Clones share it.
-#[derive(Clone)]
+/// A connection to a node, or the attempt to open one. Clones share it.
 pub(super) struct Node {
-    link: Link,
+    pub(super) inner: Arc<Inner>,
+    /// Whether redis-rs has sent ASKING on this clone. It is sent together with the next command:
+    /// otherwise a command of another clone could come between them.
+    is_asking: bool,
+}
+
+pub(super) struct Inner {
+    number: u64,
     host: Host,
     shared: Arc<Shared>,
+    link: watch::Receiver<Option<Link>>,
+    /// Whether the connection has ended, or was given up because no byte has moved for too long.
+    is_lost: Arc<AtomicBool>,
+    /// The task that opens the connection.
+    task: AbortHandle,
 }
 
-#[derive(Clone)]
-enum Link {
-    Open(Open),
-    Refused(Arc<Refused>),
-}
+/// The result of an attempt to connect.
+type Link = Result<Open, Failed>;
 
 #[derive(Clone)]
 struct Open {
     connection: MultiplexedConnection,
     progress: Arc<Progress>,
-    /// Whether the connection was given up, because no byte has moved for too long.
-    is_lost: Arc<AtomicBool>,
-    /// The transport with which the connection was opened.
-    transport: SessionTransport,
 }
 
-/// A node that must be reached over RDMA, and has no RDMA endpoint. redis-rs would try for seconds
-/// to connect, and then return an error without a cause. So it gets a connection on which every
-/// command fails with the cause.
-struct Refused {
-    why: RedisError,
+#[derive(Clone)]
+struct Failed {
+    error: RedisError,
     since: Instant,
-    /// Whether redis-rs has sent the command with which it checks a new connection.
-    is_checked: AtomicBool,
 }
 
-/// How long a node is refused before the other nodes are asked for its endpoints again.
-const REFUSED_FOR: Duration = Duration::from_secs(1);
+/// Why commands have no replies.
+pub(super) struct NoReply {
+    pub(super) error: RedisError,
+    /// Whether the server may have run the commands.
+    pub(super) was_sent: bool,
+}
+
+/// Where ASKING is necessary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asking {
+    Nowhere,
+    /// Before the first command, which begins a transaction.
+    Once,
+    BeforeEach,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.task.abort();
+        self.shared.remove_node(self.number);
+    }
+}
+
+impl From<Arc<Inner>> for Node {
+    fn from(inner: Arc<Inner>) -> Self {
+        Self { inner, is_asking: false }
+    }
+}
+
+impl Clone for Node {
+    fn clone(&self) -> Self {
+        Self::from(Arc::clone(&self.inner))
+    }
+}
 
 impl Connect for Node {
     fn connect_with_config<'a, T>(info: T, config: AsyncConnectionConfig) -> RedisFuture<'a, Self>
@@ -139,249 +125,255 @@ impl Connect for Node {
                 let other = io::Error::new(io::ErrorKind::Unsupported, "a node without an address");
                 return Err(other.into());
             };
-            let host = Host { name: name.clone(), port: Some(*port) };
-            Dialer { shared: &shared, host: &host, config: &config }.open().await
+            Ok(Node::new(shared, Host { name: name.clone(), port: Some(*port) }, config))
         })
     }
-}
-
-/// Opens a connection to one node.
-struct Dialer<'a> {
-    shared: &'a Arc<Shared>,
-    host: &'a Host,
-    config: &'a AsyncConnectionConfig,
-}
-
-impl Dialer<'_> {
-    async fn open(&self) -> RedisResult<Node> {
-        let policy = self.shared.policy();
-        let way = self.shared.directory().way_to(self.host);
-        match (way, policy) {
-            (_, Rdma::Forbid) => self.dial_engine(Rdma::Forbid, None).await,
-            // A server that was given to the client may be a module.
-            (Way::Unknown, _) => {
-                let node = self.dial_engine(policy, None).await?;
-                Ok(self.upgrade(node).await)
-            }
-            (Way::Engine { id }, Rdma::Require) => {
-                self.ask_for_endpoints().await;
-                let way = self.shared.directory().way_to(self.host);
-                if let Way::Rdma { id, endpoints } = way {
-                    return self.require_rdma(&id, &endpoints).await;
-                }
-                let why = "its module is not loaded, has no RDMA, or has not announced itself yet; \
-                           load ferrite.so there, or prefer RDMA instead of requiring it";
-                let why = self.without_rdma(&id, why);
-                let (since, is_checked) = (Instant::now(), AtomicBool::new(false));
-                let link = Link::Refused(Arc::new(Refused { why, since, is_checked }));
-                Ok(Node { link, host: self.host.clone(), shared: Arc::clone(self.shared) })
-            }
-            // The list of endpoints may have come from a node that had not heard of this one.
-            (Way::Engine { .. }, _) => {
-                let node = self.dial_engine(Rdma::Forbid, None).await?;
-                Ok(self.upgrade(node).await)
-            }
-            (Way::Rdma { id, endpoints }, Rdma::Require) => {
-                self.require_rdma(&id, &endpoints).await
-            }
-            (Way::Rdma { endpoints, .. }, _) => match self.dial_rdma(&endpoints).await {
-                Ok(node) => Ok(node),
-                Err(NoRdma::Refused(error)) => Err(error),
-                Err(NoRdma::Failed(endpoint, error)) => {
-                    let fallback = self.connector()?.fell_back_to_tcp(endpoint, error);
-                    self.dial_engine(Rdma::Forbid, Some(fallback)).await
-                }
-            },
-        }
-    }
-
-    async fn require_rdma(&self, id: &str, endpoints: &[SocketAddr]) -> RedisResult<Node> {
-        self.dial_rdma(endpoints).await.map_err(|error| match error {
-            NoRdma::Refused(error) => error,
-            // The node may be down, so redis-rs may try again.
-            NoRdma::Failed(_, error) => {
-                let text = self.without_rdma(id, &error.to_string()).to_string();
-                io::Error::new(io::ErrorKind::NotConnected, text).into()
-            }
-        })
-    }
-
-    /// Asks a node whose module is known for the endpoints of all nodes.
-    async fn ask_for_endpoints(&self) {
-        let known = self.shared.directory().all_endpoints();
-        let ask = redis::cmd("FERRITE").arg("ENDPOINTS").clone();
-        for endpoint in known {
-            let Ok(mut node) = self.dial_rdma(&[endpoint]).await else { continue };
-            if let Ok(reply) = node.req_packed_command(&ask).await {
-                let asked = Host { name: endpoint.ip().to_string(), port: Some(endpoint.port()) };
-                return self.shared.directory().note_endpoints(&reply, &asked);
-            }
-        }
-    }
-
-    fn connector(&self) -> RedisResult<Connector> {
-        self.shared.client.connector_for(self.host)
-    }
-
-    /// Connects to the address that redis-rs has asked for.
-    async fn dial_engine(&self, policy: Rdma, fallback: Option<Fallback>) -> RedisResult<Node> {
-        let connector = self.connector()?.rdma(policy);
-        let mut failures = Vec::new();
-        for address in resolve(self.host).await? {
-            match connector.connect(address).await {
-                Ok(session) => return self.log_in(address, session, fallback).await,
-                Err(error) => failures.push((address.to_string(), error.into())),
-            }
-        }
-        Err(summarize(failures))
-    }
-
-    /// Connects to the first of a module's addresses that accepts RDMA.
-    async fn dial_rdma(&self, endpoints: &[SocketAddr]) -> Result<Node, NoRdma> {
-        let connector = self.connector().map_err(NoRdma::Refused)?;
-        let mut failure = None;
-        for endpoint in endpoints {
-            match connector.open_over_rdma(*endpoint).await {
-                Ok(session) => {
-                    let node = self.log_in(*endpoint, session, None).await;
-                    return node.map_err(NoRdma::Refused);
-                }
-                Err(ConnectError { rdma: Some(error), .. }) => failure = Some((*endpoint, error)),
-                // TLS is configured, so RDMA is not allowed.
-                Err(error) => return Err(NoRdma::Refused(error.into_io(*endpoint).into())),
-            }
-        }
-        let (endpoint, error) = failure.ok_or_else(|| NoRdma::Refused(summarize(Vec::new())))?;
-        Err(NoRdma::Failed(endpoint, error))
-    }
-
-    /// Asks a node for its own RDMA endpoints, if the connection is over TCP, and connects to them.
-    /// Keeps the connection if that fails.
-    async fn upgrade(&self, mut node: Node) -> Node {
-        let transport = match &node.link {
-            Link::Open(open) if !is_rdma(open.transport) => open.transport,
-            _ => return node,
-        };
-        let mut ask = Pipeline::with_capacity(2);
-        ask.cmd("CLUSTER").arg("MYID").cmd("FERRITE").arg("ENDPOINTS");
-        let Ok(replies) = node.req_packed_commands(&ask, 0, 2).await else { return node };
-        let [my_id, reply] = &replies[..] else { return node };
-        let endpoints = own_endpoints(my_id, reply, self.host);
-        if endpoints.is_empty() {
-            return node;
-        }
-        match self.dial_rdma(&endpoints).await {
-            Ok(over_rdma) => over_rdma,
-            Err(NoRdma::Failed(endpoint, error)) => {
-                if let Ok(connector) = self.connector() {
-                    let fallback = connector.fell_back_to_tcp(endpoint, error);
-                    self.shared.directory().note_fallback(self.host, transport, fallback);
-                }
-                node
-            }
-            Err(NoRdma::Refused(_)) => node,
-        }
-    }
-
-    async fn log_in(
-        &self,
-        address: SocketAddr,
-        session: Session,
-        fallback: Option<Fallback>,
-    ) -> RedisResult<Node> {
-        let transport = session.transport();
-        let traffic =
-            self.shared.directory().note_connecting(self.host, session.observer(), fallback);
-        // The limit for replies counts the time without progress, so redis-rs needs none.
-        let config = self.config.clone().set_response_timeout(None);
-        let client = &self.shared.client;
-        let Dialed { connection, progress, .. } =
-            client.log_in(address, session, config, traffic).await?;
-        let (host, shared) = (self.host.clone(), Arc::clone(self.shared));
-        let is_lost = Arc::default();
-        let link = Link::Open(Open { connection, progress, is_lost, transport });
-        Ok(Node { link, host, shared })
-    }
-
-    /// Returns the error for a node that must be reached over RDMA, and cannot.
-    fn without_rdma(&self, id: &str, why: &str) -> RedisError {
-        let text = format!("cannot reach node {id} at {} over RDMA: {why}", self.host);
-        // redis-rs does not retry errors of this kind.
-        io::Error::new(io::ErrorKind::Unsupported, text).into()
-    }
-}
-
-/// Why a module was not reached over RDMA.
-enum NoRdma {
-    /// RDMA to this address failed.
-    Failed(SocketAddr, ferrite_fabric::Error),
-    /// The server refused the login, or the settings allow no RDMA.
-    Refused(RedisError),
 }
 
 impl Node {
+    /// Begins to open a connection.
+    fn new(shared: Arc<Shared>, host: Host, config: AsyncConnectionConfig) -> Self {
+        let (publish, link) = watch::channel(None);
+        let is_lost = Arc::new(AtomicBool::new(false));
+        let open = {
+            let (shared, host, is_lost) = (Arc::clone(&shared), host.clone(), Arc::clone(&is_lost));
+            async move {
+                let opened = Dialer { shared: &shared, host: &host, config: &config }.open().await;
+                drop(shared);
+                match opened {
+                    Ok(Opened { connection, progress, driver, .. }) => {
+                        let _ = publish.send(Some(Ok(Open { connection, progress })));
+                        let _ = driver.await;
+                        is_lost.store(true, Ordering::Relaxed);
+                    }
+                    Err(error) => {
+                        let _ = publish.send(Some(Err(Failed { error, since: Instant::now() })));
+                    }
+                }
+            }
+        };
+        let (number, task) = (next_number(), tokio::spawn(open).abort_handle());
+        let inner = Arc::new(Inner { number, host, shared, link, is_lost, task });
+        inner.shared.add_node(number, &inner);
+        Self::from(inner)
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.inner.number
+    }
+
+    pub(super) fn host(&self) -> &Host {
+        &self.inner.host
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        matches!(&*self.inner.link.borrow(), Some(Ok(_)))
+    }
+
+    /// Returns whether redis-rs may keep this connection. A failed one is kept for a short time, so
+    /// that the next command has the cause at once.
+    pub(super) fn is_usable(&self) -> bool {
+        if self.inner.is_lost.load(Ordering::Relaxed) {
+            return false;
+        }
+        match &*self.inner.link.borrow() {
+            Some(Err(Failed { error, since })) => {
+                let is_refused = matches!(error.retry_method(), RetryMethod::NoRetry);
+                since.elapsed() < if is_refused { REFUSED_FOR } else { FAILED_FOR }
+            }
+            Some(Ok(open)) => !open.progress.is_ended(),
+            None => true,
+        }
+    }
+
+    /// Returns an error after which redis-rs opens a new connection, unless this one is usable.
+    fn check(&self) -> RedisResult<()> {
+        match self.is_usable() {
+            true => Ok(()),
+            false => Err(io::Error::from(io::ErrorKind::ConnectionReset).into()),
+        }
+    }
+
+    /// Waits until the connection is open.
+    async fn open(&self) -> RedisResult<Open> {
+        let mut link = self.inner.link.clone();
+        let ended = || io::Error::new(io::ErrorKind::ConnectionReset, "the connection was closed");
+        let opened = link.wait_for(Option::is_some).await.map_err(|_| ended())?.clone();
+        let open = opened.ok_or_else(ended)?.map_err(|failed| failed.error)?;
+        if self.inner.is_lost.load(Ordering::Relaxed) {
+            return Err(ended().into());
+        }
+        Ok(open)
+    }
+
+    /// Runs commands, and returns a reply for each. The connection must be open before `deadline`.
+    pub(super) async fn serve(
+        &self,
+        commands: &[&Cmd],
+        asking: Asking,
+        deadline: tokio::time::Instant,
+    ) -> Result<Vec<Value>, NoReply> {
+        let open = match timeout_at(deadline, self.open()).await {
+            Ok(open) => open,
+            Err(_) => {
+                let text = format!("the connection to {} is not open in time", self.inner.host);
+                Err(io::Error::new(io::ErrorKind::TimedOut, text).into())
+            }
+        };
+        let open = open.map_err(|error| NoReply { error, was_sent: false })?;
+        if let (&[command], Asking::Nowhere) = (commands, asking) {
+            let reply = self.run(open, async |mut it| it.req_packed_command(command).await).await;
+            return Ok(vec![reply?]);
+        }
+        let mut pipeline = Pipeline::with_capacity(commands.len() * 2);
+        for (place, command) in commands.iter().enumerate() {
+            if asking == Asking::BeforeEach || (asking == Asking::Once && place == 0) {
+                pipeline.cmd("ASKING");
+            }
+            pipeline.add_command((*command).clone());
+        }
+        let count = pipeline.len();
+        let send =
+            async |mut it: MultiplexedConnection| it.req_packed_commands(&pipeline, 0, count).await;
+        let mut replies = self.run(open, send).await?;
+        match asking {
+            Asking::Nowhere => {}
+            Asking::Once => drop(replies.remove(0)),
+            Asking::BeforeEach => {
+                let mut place = 0;
+                replies.retain(|_| {
+                    place += 1;
+                    place % 2 == 0
+                });
+            }
+        }
+        Ok(replies)
+    }
+
     /// Runs commands on the connection. Gives it up if it makes no progress.
     async fn run<T>(
         &self,
+        open: Open,
         send: impl AsyncFnOnce(MultiplexedConnection) -> RedisResult<T>,
-    ) -> RedisResult<T> {
-        // Nothing is sent in these cases, so redis-rs may send it over a new connection.
-        let closed = |why: &str| {
-            let closed = io::Error::new(io::ErrorKind::ConnectionReset, why.to_owned());
-            Err(RedisError::from(closed))
+    ) -> Result<T, NoReply> {
+        let limit = self.inner.shared.client().response_timeout();
+        let Some(reply) = open.progress.wait(limit, send(open.connection)).await else {
+            self.inner.is_lost.store(true, Ordering::Relaxed);
+            // The command must not be sent again: the server may still be running it.
+            let error = redis::make_extension_error(NO_PROGRESS.into(), None);
+            return Err(NoReply { error, was_sent: true });
         };
-        let open = match &self.link {
-            Link::Open(open) => open,
-            Link::Refused(refused) if refused.since.elapsed() > REFUSED_FOR => {
-                return closed("the node may have an RDMA endpoint by now");
+        reply.map_err(|error| {
+            if is_connection_error(&error) && !error.is_timeout() {
+                self.inner.is_lost.store(true, Ordering::Relaxed);
             }
-            Link::Refused(refused) => return Err(refused.why.clone()),
-        };
-        if open.is_lost.load(Ordering::Relaxed) {
-            return closed("the connection has made no progress and was given up");
-        }
-        let limit = self.shared.client.response_timeout();
-        let replies = open.progress.wait(limit, send(open.connection.clone())).await;
-        replies.unwrap_or_else(|| {
-            open.is_lost.store(true, Ordering::Relaxed);
-            // redis-rs must not send the command again: the server may still be running it.
-            Err(redis::make_extension_error(NO_PROGRESS.into(), None))
+            NoReply { error, was_sent: true }
         })
     }
 
-    /// Asks for the slots, and for the endpoints at the same time.
-    async fn slots(&mut self, ask: &Cmd) -> RedisResult<Value> {
-        let mut both = Pipeline::with_capacity(2);
-        both.add_command(ask.clone()).cmd("FERRITE").arg("ENDPOINTS");
-        let send = async |mut connection: MultiplexedConnection| {
-            connection.req_packed_commands(&both, 0, 2).await
+    /// Answers a lookup: with the number of this node, or with an error after which redis-rs asks
+    /// for the slots or another node.
+    fn answer(&self, lookup: &Lookup) -> RedisResult<Value> {
+        self.check()?;
+        let is_begun = |number| self.inner.shared.begins_refresh(number);
+        Ok(match lookup {
+            // redis-rs asks for the slots after this error, and then repeats the lookup.
+            Lookup::Refresh(number) if is_begun(*number) => error_reply("READONLY refresh"),
+            Lookup::Redirected(to)
+                if to.host.as_ref() != Some(&self.inner.host.name)
+                    || Some(to.port) != self.inner.host.port =>
+            {
+                error_reply(&text_of(to))
+            }
+            _ => Value::Int(i64::try_from(self.inner.number).unwrap_or(i64::MAX)),
+        })
+    }
+
+    /// Asks for the slots, and for the endpoints at the same time: this node, and others if it does
+    /// not answer soon.
+    async fn slots(&self, ask: &Cmd) -> RedisResult<Value> {
+        let mut others = self.inner.shared.nodes();
+        others.retain(|node| !Arc::ptr_eq(&node.inner, &self.inner));
+        let first = match others.first() {
+            Some(other) if other.is_open() && !self.is_open() => {
+                others.push(self.clone());
+                others.remove(0)
+            }
+            _ => self.clone(),
         };
-        let mut replies = self.run(send).await?;
-        let (Some(endpoints), Some(slots)) = (replies.pop(), replies.pop()) else {
+        let mut others = others.into_iter();
+        let mut asked = FuturesUnordered::from_iter([first.own_slots(ask.clone())]);
+        loop {
+            let patience = async {
+                match others.len() {
+                    0 => std::future::pending().await,
+                    _ => sleep(SLOTS_PATIENCE).await,
+                }
+            };
+            let answer = tokio::select! {
+                answer = asked.next() => answer,
+                () = patience => None,
+            };
+            match answer {
+                Some(Ok(slots)) => return Ok(slots),
+                Some(Err(error)) if asked.is_empty() && others.len() == 0 => return Err(error),
+                _ => asked.extend(others.next().map(|other| other.own_slots(ask.clone()))),
+            }
+        }
+    }
+
+    /// Asks this node for the slots and the endpoints.
+    async fn own_slots(self, ask: Cmd) -> RedisResult<Value> {
+        let mut both = Pipeline::with_capacity(2);
+        both.add_command(ask).cmd("FERRITE").arg("ENDPOINTS");
+        let send = async |mut it: MultiplexedConnection| it.req_packed_commands(&both, 0, 2).await;
+        let replies = self.run(self.open().await?, send).await?;
+        let Ok([mut slots, endpoints]) = <[Value; 2]>::try_from(replies) else {
             return Err(redis::make_extension_error("ERR".into(), Some("no reply".into())));
         };
-        let mut directory = self.shared.directory();
-        directory.note_slots(&slots, &self.host);
-        directory.note_endpoints(&endpoints, &self.host);
+        if let Value::ServerError(error) = slots {
+            return Err(error.into());
+        }
+        complete_slots(&mut slots, &self.inner.host);
+        let mut directory = self.inner.shared.directory();
+        directory.note_slots(&slots, &self.inner.host);
+        directory.note_endpoints(&endpoints, &self.inner.host);
         Ok(slots)
     }
 }
 
+impl From<NoReply> for RedisError {
+    fn from(no_reply: NoReply) -> Self {
+        no_reply.error
+    }
+}
+
+/// What redis-rs uses: lookups, checks, CLUSTER SLOTS, and commands that have no key of their own.
 impl ConnectionLike for Node {
     fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, Value> {
         Box::pin(async move {
             if begins_with(cmd, &["CLUSTER", "SLOTS"]) {
                 return self.slots(cmd).await;
             }
-            if let Link::Refused(refused) = &self.link
-                && !refused.is_checked.swap(true, Ordering::Relaxed)
-            {
-                return Ok(Value::Okay);
+            // The cluster connection sends a PING of the user in lower case.
+            if is_word(cmd, "PING") || is_word(cmd, "READONLY") {
+                return self.check().map(|()| Value::Okay);
             }
-            let send = async |mut connection: MultiplexedConnection| {
-                connection.req_packed_command(cmd).await
+            if is_word(cmd, "ASKING") {
+                self.is_asking = true;
+                return self.check().map(|()| Value::Okay);
+            }
+            let open = self.open().await?;
+            let reply = if std::mem::take(&mut self.is_asking) {
+                let mut both = Pipeline::with_capacity(2);
+                both.cmd("ASKING").add_command(cmd.clone());
+                let send =
+                    async |mut it: MultiplexedConnection| it.req_packed_commands(&both, 1, 1).await;
+                self.run(open, send).await?.pop().unwrap_or(Value::Nil)
+            } else {
+                self.run(open, async |mut it| it.req_packed_command(cmd).await).await?
             };
-            self.run(send).await
+            Ok(checked(reply, &self.inner.host))
         })
     }
 
@@ -392,70 +384,19 @@ impl ConnectionLike for Node {
         count: usize,
     ) -> RedisFuture<'a, Vec<Value>> {
         Box::pin(async move {
-            let send = async |mut connection: MultiplexedConnection| {
-                connection.req_packed_commands(pipeline, offset, count).await
-            };
-            let mut replies = self.run(send).await?;
-            if !pipeline.is_transaction() {
-                replies.iter_mut().for_each(mark_unserved);
+            if let Some(lookup) = pipeline.cmd_iter().next().and_then(Lookup::read) {
+                return Ok(vec![self.answer(&lookup)?]);
             }
-            Ok(replies)
+            let open = self.open().await?;
+            let send = async |mut it: MultiplexedConnection| {
+                it.req_packed_commands(pipeline, offset, count).await
+            };
+            let replies = self.run(open, send).await?;
+            Ok(replies.into_iter().map(|reply| checked(reply, &self.inner.host)).collect())
         })
     }
 
     fn get_db(&self) -> i64 {
-        self.shared.client.db()
-    }
-}
-
-const MOVED: &str = "ferrite-moved";
-const NOT_NOW: &str = "ferrite-not-now";
-
-/// Why a node has not served a command of a pipeline.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Unserved {
-    /// Another node has the key.
-    Moved,
-    /// The node cannot serve the command at present.
-    NotNow,
-}
-
-/// Replaces an error after which redis-rs would send the whole pipeline again, so that the commands
-/// that were served would run twice. The cluster connection sends only the others again.
-fn mark_unserved(reply: &mut Value) {
-    let Value::ServerError(error) = &*reply else { return };
-    let mark = match error.kind() {
-        Some(ServerErrorKind::Moved | ServerErrorKind::Ask) => MOVED,
-        Some(
-            ServerErrorKind::TryAgain
-            | ServerErrorKind::ClusterDown
-            | ServerErrorKind::MasterDown
-            | ServerErrorKind::BusyLoading
-            | ServerErrorKind::ReadOnly,
-        ) => NOT_NOW,
-        _ => return,
-    };
-    // A server's reply is never a push message, so the mark cannot be mistaken for a reply.
-    let kind = PushKind::Other(mark.into());
-    let data = vec![std::mem::replace(reply, Value::Nil)];
-    *reply = Value::Push { kind, data };
-}
-
-/// Returns whether a reply was replaced because the command was not served.
-pub(super) fn unserved(reply: &Value) -> Option<Unserved> {
-    match reply {
-        Value::Push { kind: PushKind::Other(kind), .. } if kind == MOVED => Some(Unserved::Moved),
-        Value::Push { kind: PushKind::Other(kind), .. } if kind == NOT_NOW => {
-            Some(Unserved::NotNow)
-        }
-        _ => None,
-    }
-}
-
-/// Returns the node's own error, which was replaced.
-pub(super) fn original(reply: Value) -> Value {
-    match reply {
-        Value::Push { data, .. } => data.into_iter().next().unwrap_or(Value::Nil),
-        reply => reply,
+        self.inner.shared.client().db()
     }
 }

@@ -8,7 +8,7 @@ use redis::cluster_routing::{Route, SlotAddr};
 use redis::{Arg, Cmd};
 
 /// Commands whose first argument is not a key, or whose keys are not found here.
-const NOT_GROUPED: [&[u8]; 49] = [
+const NOT_GROUPED: [&[u8]; 47] = [
     b"ACL",
     b"ASKING",
     b"AUTH",
@@ -56,8 +56,6 @@ const NOT_GROUPED: [&[u8]; 49] = [
     b"UNWATCH",
     b"WAIT",
     b"WAITAOF",
-    b"XREAD",
-    b"XREADGROUP",
 ];
 /// Commands whose second argument is the first key.
 const SECOND: [&[u8]; 5] = [b"BITOP", b"OBJECT", b"PFDEBUG", b"XGROUP", b"XINFO"];
@@ -67,6 +65,8 @@ const COUNT_FIRST: [&[u8]; 7] =
 /// Commands whose second argument is the number of keys. The keys follow it.
 const COUNT_SECOND: [&[u8]; 8] =
     [b"BLMPOP", b"BZMPOP", b"EVAL", b"EVALSHA", b"EVALSHA_RO", b"EVAL_RO", b"FCALL", b"FCALL_RO"];
+/// Commands whose keys follow the word STREAMS.
+const STREAMS: [&[u8]; 2] = [b"XREAD", b"XREADGROUP"];
 /// Commands that redis-rs splits if their keys belong to several slots.
 const ALL_KEYS: [&[u8]; 6] = [b"MGET", b"DEL", b"EXISTS", b"UNLINK", b"TOUCH", b"WATCH"];
 
@@ -91,10 +91,19 @@ pub(super) fn slot_of(command: &Cmd) -> Option<Route> {
         () if is_in(&SECOND) => slot(2),
         () if is_in(&COUNT_FIRST) => slot(2).filter(|_| has_keys(1)),
         () if is_in(&COUNT_SECOND) => slot(3).filter(|_| has_keys(2)),
+        () if is_in(&STREAMS) => {
+            let at = command.args_iter().position(|word| is_streams(&word));
+            slot(at? + 1)
+        }
         () if is_in(&ALL_KEYS) => common(1),
         () if name == b"MSET" => common(2),
         () => slot(1),
     }
+}
+
+/// Returns whether a command is this word alone, in the same letters.
+pub(super) fn is_word(command: &Cmd, word: &str) -> bool {
+    self::word(command, 0) == Some(word.as_bytes()) && command.args_iter().len() == 1
 }
 
 /// Returns whether a command has these words at its beginning.
@@ -102,6 +111,10 @@ pub(super) fn begins_with(command: &Cmd, words: &[&str]) -> bool {
     words.iter().enumerate().all(|(index, expected)| {
         word(command, index).is_some_and(|word| word.eq_ignore_ascii_case(expected.as_bytes()))
     })
+}
+
+fn is_streams(word: &Arg<&[u8]>) -> bool {
+    matches!(word, Arg::Simple(word) if word.eq_ignore_ascii_case(b"STREAMS"))
 }
 
 fn word(command: &Cmd, index: usize) -> Option<&[u8]> {
@@ -137,6 +150,7 @@ mod tests {
             "ZUNION 2 key other",
             "OBJECT ENCODING key",
             "XADD key * field value",
+            "XREAD COUNT 1 streams key 0",
         ] {
             assert_eq!(of(command), Some(key), "{command}");
         }
@@ -153,6 +167,7 @@ mod tests {
             "EVAL script 0 key",
             "ZUNION x key",
             "SCAN 0",
+            "XREAD COUNT 1 key",
             "GET",
         ] {
             assert_eq!(of(command), None, "{command}");
@@ -164,5 +179,7 @@ mod tests {
         let slots = redis::cmd("cluster").arg("SLOTS").clone();
         assert!(begins_with(&slots, &["CLUSTER", "SLOTS"]));
         assert!(!begins_with(&redis::cmd("CLUSTER"), &["CLUSTER", "SLOTS"]));
+        assert!(is_word(&redis::cmd("PING"), "PING") && !is_word(&redis::cmd("ping"), "PING"));
+        assert!(!is_word(redis::cmd("PING").arg("text"), "PING"));
     }
 }

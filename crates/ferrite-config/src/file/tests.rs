@@ -62,7 +62,7 @@ fn parameters_of_brpc_take_effect() {
 fn shows_all_errors_with_lines_and_nearest_keys() {
     let text = "[server]\nrestrat = \"no\"\n[network]\nport = 70000\nrdma_port = 6380\n\
                 [network.rdma]\nbusy_poll = 1\nmax_send_sge = 4\ncq_size = \"x\"\n\
-                [cluster.rdma]\ngossip_rdma = true\n[engine]\nport = 1";
+                [replication.rdma]\nuse_rdma_write = true\n[engine]\nport = 1";
     assert_eq!(
         problems(text),
         [
@@ -75,8 +75,8 @@ fn shows_all_errors_with_lines_and_nearest_keys() {
             "8: network.rdma.max_send_sge: every request has exactly one buffer; set its size with \
              recv_buffer_size instead",
             "9: network.rdma.cq_size: expected a number from 64 to 4194304",
-            "11: cluster.rdma.gossip_rdma: the cluster bus and slot migration use TCP only; remove \
-             the key",
+            "11: replication.rdma.use_rdma_write: replication uses the agent's links, which \
+             [network] and [network.rdma] set up (rdma_device, inline_threshold); remove the key",
             "13: engine.port: set port in [network] instead",
         ]
     );
@@ -163,8 +163,8 @@ fn errors_say_what_a_key_expects() {
         ("[server]\ndata_dir = \"a\\nb\"", "must not contain control characters"),
         ("[server]\nengine = \"\"", "must not be empty"),
         (
-            "[replication]\ntransport = \"rdma\"",
-            "2: replication.transport: expected \"tcp\": replication uses TCP only",
+            "[replication]\ntransport = \"infiniband\"",
+            "2: replication.transport: expected \"auto\" or \"rdma\" or \"tcp\"",
         ),
         ("[engine]\nDaemonize = true", "must stay in the foreground"),
         ("[engine]\n\"ferrite.rdma\" = 1", "set the module's settings in [network]"),
@@ -227,4 +227,117 @@ fn a_program_checks_the_keys_of_others_but_does_not_have_them() {
     let file = read(Program::Gateway, text).expect("a valid file");
     assert_eq!(file.values, Values::new(Program::Gateway));
     assert!(read(Program::Gateway, "[server]\nrestart_limit = \"x\"").is_err());
+}
+
+/// The keys of Ferrite's first documentation for replication and clusters, with its values.
+const CLUSTER: &str = "[replication]\ntransport = \"rdma\"\n[cluster]\nenabled = true\n\
+                       transport = \"rdma\"\n[cluster.rdma]\ngossip_rdma = true\n\
+                       migration_rdma = true\n";
+const REPLICATION: &str = "[replication]\ntransport = \"rdma\"\n";
+const AGENT: &str = "[agent]\nmode = \"transparent\"\nlisten = \"192.0.2.1\"\n\
+                     peers = [\"192.0.2.0/24\"]\nports = [\"6379\", \"16379\"]\n";
+const ALIASES: &str = "[agent]\nalias = \"127.1.0.1\"\nports = [\"6379\", \"16379\"]\n\
+                       peers = [\"127.1.0.2=192.0.2.2\"]\n";
+
+/// Reads a file as `ferrite server` does, with the flag `--agent` or without.
+fn unit(text: &str, with_agent: bool) -> Result<UnitFile, Vec<Problem>> {
+    read_unit(text, |values| match with_agent && SERVER_AGENT.has(values.program()) {
+        true => values.set_text(&SERVER_AGENT, None, "yes", Origin::Flag),
+        false => Ok(()),
+    })
+}
+
+fn unit_problems(text: &str, with_agent: bool) -> Vec<String> {
+    let problems = unit(text, with_agent).expect_err(text);
+    problems.iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn cluster_of_the_first_documentation_needs_an_agent_and_has_one() {
+    assert_eq!(unit("[cluster]\nenabled = true", false).expect("valid").agent, None);
+    let read = unit(&format!("{CLUSTER}{AGENT}"), false).expect("a valid file");
+    assert_eq!(read.agent.expect("an agent").policy(), Ok(crate::Policy::Require));
+    let needs = "\"rdma\" needs an agent with peers: set agent.alias, agent.peers, agent.ports";
+    let mut found = unit_problems(CLUSTER, false);
+    assert_eq!(
+        found,
+        [format!("2: replication.transport: {needs}"), format!("5: cluster.transport: {needs}")]
+    );
+    let transparent = format!("{CLUSTER}[agent]\nmode = \"transparent\"\n");
+    found = unit_problems(&transparent, false);
+    assert!(found[0].ends_with("set agent.listen, agent.peers, agent.ports"), "{found:?}");
+    found = unit_problems("[agent]\nalias = \"127.1.0.1\"", true);
+    assert_eq!(found, ["server.agent: needs an agent with peers: set agent.peers, agent.ports"]);
+}
+
+#[test]
+fn settings_of_the_engine_and_of_its_agent_must_fit_together() {
+    for (text, with_agent, expected) in [
+        (
+            format!("[server]\nagent = false\n{CLUSTER}{AGENT}"),
+            false,
+            &["4: replication.transport: \"rdma\" needs the agent, but", "7: cluster.transport: "]
+                [..],
+        ),
+        (
+            format!("[network]\nport = 7001\n{CLUSTER}{AGENT}"),
+            false,
+            &["4: replication.transport: \"rdma\" needs the engine's port 7001", "7: cluster."],
+        ),
+        (
+            format!("{REPLICATION}{AGENT}[engine]\nreplicaof = \"192.0.3.1 6379\""),
+            false,
+            &["2: replication.transport: \"rdma\" needs the primary of replicaof, 192.0.3.1 6379,"],
+        ),
+        (
+            format!("{REPLICATION}{AGENT}[engine]\nreplicaof = \"192.0.2.2 6380\""),
+            false,
+            &["2: replication.transport: \"rdma\" needs the primary of replicaof, 192.0.2.2 6380,"],
+        ),
+        (
+            ALIASES.to_owned(),
+            true,
+            &["network.bind: with `mode alias`, the engine must bind the alias of this host alone"],
+        ),
+        (
+            format!("[network]\nbind = [\"0.0.0.0\"]\n{ALIASES}"),
+            true,
+            &["2: network.bind: with `mode alias`"],
+        ),
+        (
+            format!(
+                "[server]\nagent_admin_listen = \"127.0.0.1:1\"\n{AGENT}[observability]\n\
+                 admin_listen = \"127.0.0.1:1\""
+            ),
+            true,
+            &["2: server.agent_admin_listen: the module serves"],
+        ),
+        (
+            format!("{REPLICATION}{AGENT}direct = \"allow\""),
+            false,
+            &["8: agent.direct: `allow` is for connections over TCP"],
+        ),
+    ] {
+        let found = unit_problems(&text, with_agent);
+        assert_eq!(found.len(), expected.len(), "{text}: {found:?}");
+        for (found, expected) in found.iter().zip(expected) {
+            assert!(found.starts_with(expected), "{found}");
+        }
+    }
+    for valid in [
+        format!("[network]\nbind = [\"127.1.0.1\"]\n{ALIASES}"),
+        format!("{REPLICATION}{AGENT}[engine]\nreplicaof = \"192.0.2.2 6379\""),
+        format!("{REPLICATION}{AGENT}[engine]\nreplicaof = \"host2 6379\""),
+    ] {
+        assert!(unit(&valid, true).is_ok_and(|read| read.agent.is_some()), "{valid}");
+    }
+}
+
+#[test]
+fn variable_with_two_meanings_is_the_servers() {
+    use crate::unit::is_of_server_alone;
+    assert!(is_of_server_alone("FERRITE_LISTEN"));
+    for variable in ["FERRITE_PEER", "FERRITE_RDMA", "FERRITE_PORT", "FERRITE_DRAIN"] {
+        assert!(!is_of_server_alone(variable), "{variable}");
+    }
 }

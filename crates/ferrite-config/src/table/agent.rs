@@ -32,10 +32,10 @@ pub static AGENT_MODE: Setting = setting(
     "agent.mode",
     Kind::Choice(&["alias", "transparent"]),
     "alias",
-    "How programs of this host reach the agent. `alias`: by loopback addresses. `transparent`: the \
-     kernel redirects their connections to the addresses in `peers`; engines and clients are not \
-     configured. That needs the capabilities CAP_NET_ADMIN and CAP_NET_RAW, and the programs nft \
-     and ip.",
+    "How programs of this host reach the agent. `alias`: by loopback addresses. `transparent`: \
+     the kernel passes their connections to the addresses in `peers` to the agent, so engines and \
+     clients need no configuration. `transparent` needs the capabilities CAP_NET_ADMIN and \
+     CAP_NET_RAW, and the programs nft and ip.",
 )
 .of(AGENT);
 
@@ -45,8 +45,9 @@ pub static ALIAS: Setting = setting(
     "agent.alias",
     Kind::Text(alias),
     "",
-    "The alias of this host: an address in 127.0.0.0/8, by which all hosts of the group know it. \
-     The engines of this host bind it. Required with `mode alias`; not allowed otherwise.",
+    "The alias of this host: an address in 127.0.0.0/8, by which all hosts of the group know this \
+     host. The engines of this host bind to this address. Required with `mode alias`, and only \
+     there.",
 )
 .of(AGENT);
 
@@ -59,8 +60,9 @@ pub static PEERS: Setting = setting(
     "The other hosts of the group. With `mode alias`, each is `ALIAS=HOST:PORT`: its alias, and \
      the address of its agent (port 7470 by default). Names are resolved when the agent starts. \
      With `mode transparent`, each is an IPv4 address, or a network such as 10.0.0.0/16 whose \
-     hosts may have agents; these agents must listen at the same port as this host's agent. With \
-     TLS, the certificate of a host must have `HOST`, or its address, in its subjectAltName.",
+     hosts may have agents; all these agents must listen on the same port as the agent of this \
+     host. With TLS, the certificate of a host must have `HOST`, or its address, in its \
+     subjectAltName.",
 )
 .of(AGENT);
 
@@ -70,10 +72,10 @@ pub static PORTS: Setting = setting(
     "agent.ports",
     Kind::List(is_range),
     "",
-    "Ports of engines on other hosts, and ranges of ports, to which the agent carries connections. \
-     The agent listens on them at the aliases of its peers, or the kernel redirects connections to \
-     them. A cluster needs the engines' ports and the ports of the cluster bus, which are higher \
-     by 10,000. Required if there are peers.",
+    "Ports and ranges of ports that the agent carries connections to: with `mode alias`, it \
+     listens on these ports at the aliases of its peers; with `mode transparent`, the kernel \
+     redirects the connections. A cluster needs the engines' ports and, 10,000 higher, those of \
+     the cluster bus. Required if there are peers.",
 )
 .of(AGENT);
 
@@ -84,9 +86,9 @@ pub static AGENT_LISTEN: Setting = setting(
     Kind::Text(addresses),
     "",
     "Addresses to listen on for the agents of other hosts, separated by commas, each with an \
-     optional port (7470 by default). The agent connects from the first of these addresses, unless \
-     that is 0.0.0.0. Unset: the agent connects to other agents, but does not listen. `mode \
-     transparent` needs one address, by which the other hosts know this host.",
+     optional port (7470 by default). The agent connects from the first address, unless that is \
+     0.0.0.0. Unset: the agent only connects to other agents. `mode transparent` needs an address \
+     here, by which the other hosts know this host.",
 )
 .of(AGENT);
 
@@ -96,10 +98,10 @@ pub static AGENT_CERTIFICATE: Setting = setting(
     "agent.tls_cert_file",
     Kind::Text(path),
     "",
-    "The certificate of this agent with its chain, in PEM. With this file, `tls-key-file` and \
-     `tls-ca-cert-file`, agents authenticate each other by TLS, and each pair of hosts needs only \
-     one link. Links begin over TCP with TLS. Payload over RDMA is not encrypted; `rdma forbid` \
-     encrypts everything.",
+    "The certificate of this agent with its chain, in PEM. With this setting, `tls-key-file` and \
+     `tls-ca-cert-file`, agents authenticate each other by TLS, and each pair of hosts needs one \
+     link instead of two. Links begin over TCP with TLS. Payload over RDMA is not encrypted; \
+     `rdma forbid` encrypts everything.",
 )
 .of(AGENT);
 
@@ -131,9 +133,10 @@ pub static ALLOW_UNAUTHENTICATED_PEERS: Setting = setting(
     "agent.allow_unauthenticated_peers",
     Kind::Switch,
     "no",
-    "Without TLS, agents do not authenticate each other: a peer is identified only by its address, \
-     and nothing is encrypted. `yes`: allow peers and listen addresses outside of 127.0.0.0/8 even \
-     without TLS. `no`: without TLS, the agent does not start with such addresses.",
+    "Without TLS, agents do not authenticate each other: a peer is recognised by its address \
+     alone, and nothing is encrypted. `yes`: use peers and listen addresses outside of \
+     127.0.0.0/8 nevertheless. `no`: the agent does not start with such addresses unless it has \
+     TLS.",
 )
 .of(AGENT);
 
@@ -166,10 +169,10 @@ pub static AGENT_PROTECTED_MODE: Setting = setting(
     "agent.protected_mode",
     Kind::Switch,
     "yes",
-    "While an engine requires no password, refuse connections of peers to that engine. The \
-     engine's own protected mode may treat these connections as local, because they arrive from \
-     loopback addresses. No effect with `mode transparent`, because the engine then sees the \
-     program's address.",
+    "While an engine requires no password, refuse the connections of peers to it. The engine's \
+     own protected mode may accept them as local connections, because they arrive from loopback \
+     addresses. `mode transparent` ignores this setting, because the engine then sees the address \
+     of the peer's program.",
 )
 .of(AGENT)
 .takes_effect(TakesEffect::ForNewClients);

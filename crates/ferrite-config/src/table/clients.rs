@@ -80,8 +80,8 @@ pub static PROTECTED_MODE: Setting = setting(
     Kind::Switch,
     "yes",
     "While the engine requires no password, reject clients from other hosts and all clients over \
-     RDMA. The engine's own protected mode cannot do that: all clients of the gateway reach it from \
-     the gateway's host.",
+     RDMA. The engine's own protected mode cannot do that, because the connections of all these \
+     clients come from the gateway's host.",
 )
 .of(&[Program::Gateway])
 .takes_effect(TakesEffect::ForNewClients);

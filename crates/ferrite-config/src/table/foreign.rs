@@ -20,6 +20,7 @@ const fn row(name: &'static str, default: &'static str, why: &'static str) -> Fo
 
 const GROWS: &str = "memory grows with the load instead of being pinned at start";
 const ONE_FRAME: &str = "a message of 64 KiB then needs only one frame";
+const NEEDS_AGENT: &str = "`rdma` needs an agent; without one, replication and clusters use TCP";
 const PORT_OF_ADDRESS: &str =
     "the local address selects the port, so devices with two ports work, too";
 
@@ -62,6 +63,11 @@ pub const FOREIGN: &[Foreign] = &[
     row("network.rdma.recv_buffer_size", "4096", ONE_FRAME),
     row("network.rdma.connection_retries", "3", "a link on TCP upgrades to RDMA by itself"),
     row("network.rdma.retry_delay_ms", "1000", ""),
+    // Keys of the first documentation, for replication and clusters.
+    row("replication.transport", "rdma", NEEDS_AGENT),
+    row("cluster.transport", "rdma", NEEDS_AGENT),
+    row("cluster.rdma.gossip_rdma", "true", ""),
+    row("cluster.rdma.migration_rdma", "true", ""),
     // Parameters of brpc.
     row("rdma_trace_verbose", "false", ""),
     row("rdma_recv_zerocopy", "true", ""),

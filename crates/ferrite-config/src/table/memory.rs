@@ -69,7 +69,7 @@ pub static MEMORY_POOL_MAX_REGIONS: Setting = setting(
     Kind::Number { min: 2, max: 1_000_000 },
     "1024",
     "Maximum number of memory regions of the pool: half for sends, half for receives and windows. \
-     The pool does not grow beyond it.",
+     The pool does not grow beyond this number.",
 )
 .memory("this many times `memory-pool-increase`, within `memory-pool-max`")
 .aliases(&[alias("rdma_memory_pool_max_regions", AliasForm::Same)]);

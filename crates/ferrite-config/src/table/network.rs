@@ -38,8 +38,8 @@ pub static RDMA: Setting = setting(
     "prefer",
     "Whether RDMA may, must or must not be used. `prefer` uses TCP where RDMA does not work, and \
      reports why. `require` does not start without RDMA, and does not fall back to TCP. `forbid` \
-     uses TCP only; `ferrite server` then starts the engine without the module. Listeners on \
-     loopback addresses always use TCP.",
+     uses TCP only; with `forbid`, `ferrite server` starts the engine without the module. \
+     Listeners on loopback addresses always use TCP.",
 );
 
 /// Another spelling of [`RDMA`].
@@ -158,8 +158,8 @@ pub static RDMA_DEVICE: Setting = setting(
     Kind::List(any_word),
     "",
     "RDMA devices to use, separated by commas (`ferrite devices` lists them). Unset: the devices \
-     that have one of the listen addresses. The relay, and a program that listens on 0.0.0.0 or \
-     ::, then use all devices.",
+     that have one of the listen addresses. If this setting is unset, the relay and a program \
+     that listens on 0.0.0.0 or :: use all devices.",
 )
 .memory("36 MiB for each device (relay: 8 MiB) with the default settings");
 
@@ -260,7 +260,7 @@ fn address_or_name(text: &str) -> Result<(), &'static str> {
 }
 
 /// Accepts `off`, or an IP address with a port. The system chooses a port for 0.
-fn admin_address(text: &str) -> Result<(), &'static str> {
+pub(super) fn admin_address(text: &str) -> Result<(), &'static str> {
     match text == "off" || text.parse::<std::net::SocketAddr>().is_ok() {
         true => Ok(()),
         false => Err("off, or an IP address with a port: 127.0.0.1:9121 or [::1]:9121"),

@@ -148,9 +148,9 @@ pub static BUSY_POLL_US: Setting = setting(
     Kind::Time { bare: Some(Unit::Microseconds), min: Duration::ZERO, max: Duration::from_secs(1) },
     "0us",
     "Busy-poll for completions for at most this long before sleeping: less latency for more CPU \
-     time. `adaptive-polling` shortens this time, except if it is set to 1 s. In the module it is \
-     useful only with `poller-thread yes` or `call-path no`; otherwise the engine's event loop \
-     calls the module when something has arrived.",
+     time. `adaptive-polling` shortens this time, unless the time is set to 1 s. In the module, \
+     busy-polling is useful only with `poller-thread yes` or `call-path no`; otherwise the \
+     engine's event loop calls the module when something has arrived.",
 )
 .takes_effect(TakesEffect::AtOnce);
 

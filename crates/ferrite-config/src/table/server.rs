@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{SERVER, any_word, setting};
+use super::{SERVER, admin_address, any_word, setting};
 use crate::kind::Kind;
 use crate::setting::{Program, Setting, TakesEffect};
 
@@ -20,9 +20,13 @@ pub(super) const SETTINGS: &[&Setting] = &[
     &SHUTDOWN_TIMEOUT,
     &BIND,
     &PORT,
-    &REPLICATION_TRANSPORT,
     &CLUSTER_ENABLED,
+    &SERVER_AGENT,
+    &AGENT_ADMIN_LISTEN,
+    &REPLICATION_TRANSPORT,
     &CLUSTER_TRANSPORT,
+    &GOSSIP_RDMA,
+    &MIGRATION_RDMA,
 ];
 
 pub(super) const LOGS: &[&Setting] = &[&LOG, &LOG_LEVEL];
@@ -147,7 +151,8 @@ pub static SHUTDOWN_TIMEOUT: Setting = setting(
     "server.shutdown_timeout",
     TIME,
     "5m",
-    "How long the engine may take to save and exit; then it is killed, and unsaved data is lost.",
+    "How long the engine may take to save and exit. After this time, the engine is killed, and \
+     unsaved data is lost.",
 )
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
@@ -172,16 +177,6 @@ pub static PORT: Setting = setting(
 )
 .of(SERVER);
 
-/// How replicas connect. Only `tcp` is valid.
-pub static REPLICATION_TRANSPORT: Setting = setting(
-    "replication-transport",
-    "replication.transport",
-    Kind::Choice(&["tcp"]),
-    "tcp",
-    "Replication uses TCP only; any other value is an error.",
-)
-.of(SERVER);
-
 /// The engine's cluster mode.
 pub static CLUSTER_ENABLED: Setting = setting(
     "cluster-enabled",
@@ -192,15 +187,80 @@ pub static CLUSTER_ENABLED: Setting = setting(
 )
 .of(SERVER);
 
-/// How nodes of a cluster connect. Only `tcp` is valid.
+/// Whether `ferrite server` also runs an agent.
+pub static SERVER_AGENT: Setting = setting(
+    "agent",
+    "server.agent",
+    Kind::Switch,
+    "no",
+    "Whether `ferrite server` also runs `ferrite agent`, with the settings in `[agent]`. The agent \
+     starts before the engine and ends after it. `replication-transport rdma` and \
+     `cluster-transport rdma` turn it on.",
+)
+.of(SERVER);
+
+/// The address of the admin port of the agent in `ferrite server`.
+pub static AGENT_ADMIN_LISTEN: Setting = setting(
+    "agent-admin-listen",
+    "server.agent_admin_listen",
+    Kind::Text(admin_address),
+    "off",
+    "The admin port of the agent that `ferrite server` runs, because the module serves the one of \
+     `admin-listen`. `/metrics` are those of the agent. `/ready` answers 200 while the engine \
+     answers and the agent has a link to each peer.",
+)
+.of(SERVER);
+
+/// The programs that know how replication and clusters connect.
+const CARRYING: &[Program] = &[Program::Server, Program::Agent];
+const TRANSPORT: Kind = Kind::Choice(&["auto", "rdma", "tcp"]);
+
+/// How replicas connect to their primaries.
+pub static REPLICATION_TRANSPORT: Setting = setting(
+    "replication-transport",
+    "replication.transport",
+    TRANSPORT,
+    "auto",
+    "How replicas connect to primaries on other hosts. `auto`: over the agent's links if there is \
+     an agent, otherwise directly by TCP. `rdma`: over the agent's links, which then use RDMA \
+     only; `ferrite server` runs an agent. `tcp`: directly; an agent can do that with `mode \
+     transparent`. An agent knows connections by their ports: those of clients of this host and of \
+     slot migration go the same way.",
+)
+.of(CARRYING);
+
+/// How nodes of a cluster connect to each other.
 pub static CLUSTER_TRANSPORT: Setting = setting(
     "cluster-transport",
     "cluster.transport",
-    Kind::Choice(&["tcp"]),
-    "tcp",
-    "The cluster bus and slot migration use TCP only; any other value is an error.",
+    TRANSPORT,
+    "auto",
+    "How the nodes of a cluster connect to each other, with the values of `replication-transport`: \
+     the cluster bus, at the ports 10,000 above those of the engines, and slot migration, at the \
+     engines' ports.",
 )
-.of(SERVER);
+.of(CARRYING);
+
+/// Whether the transport of the cluster is also that of its bus.
+pub static GOSSIP_RDMA: Setting = setting(
+    "gossip-rdma",
+    "cluster.rdma.gossip_rdma",
+    Kind::Switch,
+    "yes",
+    "Whether `cluster-transport` applies to the cluster bus. `no`: the bus uses `tcp`.",
+)
+.of(CARRYING);
+
+/// Whether the transport of the cluster is also that of slot migration.
+pub static MIGRATION_RDMA: Setting = setting(
+    "migration-rdma",
+    "cluster.rdma.migration_rdma",
+    Kind::Switch,
+    "yes",
+    "Whether `cluster-transport` applies to slot migration. `no`: it uses `tcp`, which \
+     `replication-transport rdma` contradicts, because both use the engines' ports.",
+)
+.of(CARRYING);
 
 /// The programs that write a log of their own. The module writes to the engine's log.
 const LOGGING: &[Program] = &[Program::Gateway, Program::Server, Program::Relay, Program::Agent];

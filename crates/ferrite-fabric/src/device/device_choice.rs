@@ -20,8 +20,8 @@ impl DeviceChoice {
         Self { port: config.device_port, gid_index: config.gid_index }
     }
 
-    /// Reads what [`DeviceChoice::check`] needs, so that the first connection does not have to read
-    /// it.
+    /// Reads the entry of the GID table that [`DeviceChoice::check`] needs, if one is configured.
+    /// So the first connection does not wait for the kernel.
     pub(crate) fn prepare(self, device: &SharedDevice) {
         if let Some(index) = self.gid_index {
             device.gid_entry(self.port.unwrap_or(1), index);

@@ -18,8 +18,8 @@ use crate::wake::wait_set::{Ready, WaitSet};
 
 /// The shared verbs objects of a device.
 ///
-/// Must be dropped only when no queue pair of the device is left. Otherwise the device would still
-/// use the receives, so they are leaked.
+/// Must be dropped only when no queue pair of the device is left. If a queue pair is left, the
+/// device still uses the receives, and they are leaked.
 pub(crate) struct DeviceObjects {
     /// Queue pairs that were created in advance and have no link yet. None of them has taken a
     /// receive.
@@ -32,8 +32,8 @@ pub(crate) struct DeviceObjects {
     pub(crate) channel: CompletionChannel,
     /// Whether the completion queue will report its next completion.
     pub(crate) armed: bool,
-    /// Number of running commands that create a queue pair of this device, or that own one that
-    /// does not carry a link.
+    /// Number of running commands that create a queue pair of this device, or that own a queue pair
+    /// without a link.
     pub(crate) under_way: usize,
     /// Whether a command is creating a queue pair in advance.
     pub(crate) is_preparing: bool,

@@ -33,10 +33,10 @@ pub(crate) struct SharedDevice {
     /// Whether the device reports that a queue pair has taken its last receive.
     reports_last_receive: AtomicBool,
     /// The GID table as [`SharedDevice::gid_entry`] has last read it. Reading it may wait for the
-    /// kernel, so that function uses this copy. The device reports changes.
+    /// kernel, so `gid_entry` uses this copy. The device reports changes.
     gids: Mutex<Option<Vec<GidEntry>>>,
-    /// The ports known to be down. Opening the device adds its usable ports only if none of them is
-    /// active. Later events add and remove ports.
+    /// The ports known to be down. When the device is opened, its usable ports are added only if
+    /// none of them is active. Later events add and remove ports.
     ports_down: Mutex<BTreeSet<u8>>,
 }
 

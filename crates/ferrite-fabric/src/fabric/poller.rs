@@ -1,10 +1,10 @@
 //! One pass of the fabric: poll completions, deliver them, handle events and deadlines.
 //!
-//! A driver holds the poller while it makes a pass. It does not block meanwhile, if calls that may
-//! block run on command threads (`commands.rs`). The cost of a pass does not depend on the number
-//! of idle links. Checking the descriptors is a system call. So a pass checks them only if the last
-//! check was at least a millisecond ago, if the driver has prepared to sleep since then, or if a
-//! TCP connection carries a link.
+//! A driver holds the poller while it makes a pass. The driver does not block during the pass if
+//! calls that may block run on command threads (`commands.rs`). The cost of a pass does not depend
+//! on the number of idle links. Checking the descriptors is a system call. So a pass checks them
+//! only if the last check was at least a millisecond ago, if the driver has prepared to sleep since
+//! then, or if a TCP connection carries a link.
 
 pub(crate) mod connect;
 mod due;

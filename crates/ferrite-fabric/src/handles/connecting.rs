@@ -246,8 +246,8 @@ impl Fabric {
     }
 
     /// Connects by RDMA CM to a peer whose protocol is unknown. The request has a hello. If the
-    /// response has none, the peer speaks another protocol. The connect fails if RDMA CM fails,
-    /// also if RDMA is only preferred.
+    /// response has none, the peer speaks another protocol. If RDMA CM fails, the connect fails,
+    /// even if RDMA is only preferred.
     ///
     /// A link to a Ferrite peer may migrate to TCP later, if both sides prefer RDMA and this side
     /// has no TLS for the peer. The mode of the options has no effect.

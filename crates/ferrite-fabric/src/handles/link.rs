@@ -306,11 +306,12 @@ impl Link {
         self.shared().device().map(|device| device.name.clone())
     }
 
-    /// Returns the path MTU of the link's queue pair. On TCP, returns `None`, or the path MTU of an
-    /// upgrade that is in progress or has failed.
+    /// Returns the path MTU of the link's queue pair, or `None` on TCP.
     #[must_use]
     pub fn mtu(&self) -> Option<Mtu> {
-        self.shared().route().mtu
+        // An upgrade in progress, or one that failed, has set the MTU, but not yet the device.
+        let route = self.shared().route();
+        route.device.and(route.mtu)
     }
 
     /// Returns the number of the queue pair, as logs and the device's tools show it. Returns `None`

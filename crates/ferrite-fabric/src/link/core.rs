@@ -12,6 +12,8 @@
 //! steps of an upgrade. Because the core does no I/O, two cores can run against each other in
 //! virtual time (`link/simulation.rs`).
 //!
+//! The *caller* of a link is the side that opened the link, also after a migration.
+//!
 //! | file | what it decides |
 //! |---|---|
 //! | `credits.rs` | how many frames may be under way |
@@ -291,8 +293,8 @@ impl LinkCore {
     /// Returns the next message or notice; `None` if there is none yet.
     ///
     /// # Errors
-    /// The link is down, or the peer has closed it, and every message that arrived before was
-    /// taken. Kind `Closed` after an orderly close.
+    /// Fails if the link is down or the peer has closed it, and every message that arrived before
+    /// was taken. The kind is `Closed` after an orderly close.
     pub(crate) fn pop(&mut self) -> Result<Option<Message>, Error> {
         if let Some(arrived) = self.inbox.pop() {
             self.count_consumed();

@@ -49,8 +49,8 @@ pub(crate) struct Inbox<B> {
     limits: Limits,
     /// Complete messages and notices, each with its number of frames.
     ready: VecDeque<(Arrived<B>, usize)>,
-    /// The number of frames in `ready`. The peer gets their credits back when the application takes
-    /// the messages, unless it got them while a message was unfinished.
+    /// The number of frames in `ready`. The peer gets the credits of these frames back when the
+    /// application takes the messages, unless it got them back while a message was unfinished.
     ready_frames: usize,
     /// Unfinished messages, at most one per channel. There are rarely more than a few.
     partial: Vec<Partial<B>>,

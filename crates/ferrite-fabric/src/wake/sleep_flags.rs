@@ -1,6 +1,6 @@
-//! The rule by which a thread that sleeps on a descriptor does not miss work. These follow it: the
-//! drivers of a fabric (`mailbox.rs`), threads that wait for a future (`wakeup.rs`), and the
-//! module's tasks in the engine's event loop.
+//! The rule by which a thread that sleeps on a descriptor does not miss work. The drivers of a
+//! fabric (`mailbox.rs`), threads that wait for a future (`wakeup.rs`), and the module's tasks in
+//! the engine's event loop follow this rule.
 
 use std::sync::atomic::Ordering;
 
@@ -8,10 +8,10 @@ use crate::sync::AtomicBool;
 
 /// Whether there is work, and whether the thread that does the work sleeps.
 ///
-/// Before sleeping, the thread sets `asleep` and then checks `woken`. A thread that has work for it
-/// sets `woken` and then checks `asleep`. So at least one of the two threads sees the other's flag.
-/// The flags are always swapped and never just stored to. A swap sees the effects of the previous
-/// swap, and loom models swaps best.
+/// Before sleeping, the thread sets `asleep` and then checks `woken`. Another thread that has work
+/// for it sets `woken` and then checks `asleep`. So at least one of the two threads sees the
+/// other's flag. The flags are always swapped and never just stored to. A swap sees the effects of
+/// the previous swap, and loom models swaps best.
 #[derive(Debug)]
 pub struct SleepFlags {
     woken: AtomicBool,

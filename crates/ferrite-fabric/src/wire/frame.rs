@@ -22,7 +22,8 @@
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Frame {
-    /// Whether the payload is a [`Control`](super::Control) message, not one of the application.
+    /// Whether the payload is a [`Control`](super::Control) message, not a message of the
+    /// application.
     pub control: bool,
     /// Whether another frame of this message follows on the channel.
     pub more: bool,

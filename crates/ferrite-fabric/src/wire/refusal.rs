@@ -63,7 +63,7 @@ impl fmt::Display for RefusalCode {
             Self::LIMIT => "too many links",
             Self::POLICY => "forbidden by policy",
             Self::SHUTDOWN => "shutting down",
-            Self::PROTOCOL => "malformed hello",
+            Self::PROTOCOL => "invalid handshake",
             Self::MEMORY => "no memory for another link",
             Self::FOREIGN_PEER => "not a Ferrite peer",
             Self(code) => return write!(f, "refused with code {code}"),

@@ -27,8 +27,8 @@ const NOTIFIED_WITHIN: Duration = Duration::from_secs(2);
 /// gone, which takes 2 s at most.
 const REMOVED_WITHIN: Duration = Duration::from_secs(5);
 
-/// The limit for the fabric to use the device again. It looks for the device at least every 8 s,
-/// and again a second later if the device was not ready.
+/// The limit for the fabric to use the device again. The fabric looks for the device at least every
+/// 4 s, and again a second later if the device was not ready.
 const BACK_WITHIN: Duration = Duration::from_secs(12);
 /// How often a device is removed and added again.
 const TIMES: usize = 5;
@@ -111,7 +111,8 @@ fn peer_device_removed() {
     if role().is_some() {
         return serve_as_peer(short_timeouts());
     }
-    // Leaves out the peer's device, which librdmacm would otherwise hold in this process.
+    // The leak check leaves out the peer's device. Otherwise the check would make librdmacm open
+    // that device in this process and keep it open.
     let leak_check = LeakCheck::with(&[OWN]);
     let (process, addr) = peer("devices::peer_device_removed");
     let own = Host::new(&[OWN.0], short_timeouts());
@@ -251,8 +252,9 @@ fn own_device_removed_while_returning() {
     leak_check.end();
 }
 
-/// A fabric that loses its device does not hold the other device of the host, which it does not
-/// use. Otherwise nothing would release that one, and its removal would never end.
+/// A fabric that loses its device does not open the other device of the host, which it does not
+/// use. Otherwise nothing would release the other device, and a removal of that device would never
+/// end.
 #[test]
 fn a_lost_device_leaves_the_others_alone() {
     let own = Host::new(&[OWN.0], short_timeouts());
@@ -315,7 +317,8 @@ fn check_peer_device_returns(test: &str, everywhere: &str, times: usize) {
     if role().is_some() {
         return serve_at(everywhere.parse().expect("an address"), short_timeouts(), || ());
     }
-    // Leaves out the peer's device, which librdmacm would otherwise hold in this process.
+    // The leak check leaves out the peer's device. Otherwise the check would make librdmacm open
+    // that device in this process and keep it open.
     let leak_check = LeakCheck::with(&[OWN]);
     let (process, addr) = peer(test);
     let addr = SocketAddr::new(any_port(PEER).ip(), addr.port());

@@ -36,7 +36,7 @@ fn number(message: &Message) -> u32 {
     number
 }
 
-/// Opens two links from the local host to the small one. Returns both ends of each.
+/// Opens two links from the local host to the host with little memory. Returns both ends of each.
 fn two_links(own: &Host, small: &Host) -> [(Link, Link); 2] {
     let mut listener = small.fabric.listen(any_port(PEER)).expect("a listener");
     [(); 2].map(|()| {

@@ -18,7 +18,7 @@ use futures_util::stream::FuturesUnordered;
 
 use crate::traffic::{Failed, Traffic, serve};
 
-/// How the links of a peer ended: the number of messages sent back, or the error.
+/// How the links of a peer ended: the number of echoed messages, or the error.
 pub(crate) type Ends = Vec<Result<u64, Error>>;
 
 /// A peer that accepts any number of links and serves them.
@@ -183,8 +183,8 @@ impl Pair {
     }
 }
 
-/// Checks that all traffic fails within `limit` of `since`, with the link's first error, which has
-/// one of these kinds. Returns that error.
+/// Checks that all traffic fails within `limit` of `since`, and that it fails with the link's first
+/// error. The error must have one of these kinds. Returns the error.
 #[track_caller]
 pub(crate) fn check_all_traffic_fails(
     fault: &str,

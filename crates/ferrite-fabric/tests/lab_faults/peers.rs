@@ -46,8 +46,8 @@ fn peer_killed() {
 }
 
 /// The device of a stopped peer still works. Reads and writes succeed, and so do messages until the
-/// credits are used up. Then the local send queue fills, and posts report that. The local side
-/// gives up the peer when it has not answered in time.
+/// credits are used up. Then the local send queue fills, and posts report that it is full. The
+/// local side gives up the peer if the peer has not answered in time.
 #[test]
 fn peer_stopped() {
     if role().is_some() {

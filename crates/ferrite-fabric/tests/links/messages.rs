@@ -82,7 +82,7 @@ pub(crate) fn messages_larger_than_a_buffer(fixture: &Fixture) {
 }
 
 /// One side posts until there is no room, waits, and continues. The other side receives at its own
-/// pace. The number of messages exceeds the 16 bits of the frame counters.
+/// pace. There are more messages than a 16-bit frame counter can count.
 pub(crate) fn many_in_order(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let count = 70_000 / fixture.work_divisor as u64;

@@ -220,7 +220,7 @@ fn keeps_all_receives_when_flushes_are_late() {
 }
 
 /// The device reports nothing for longer than the fabric waits. The fabric posts other receives in
-/// place of those that may be missing.
+/// place of the ones that may be missing.
 #[test]
 fn replaces_receives_that_a_silent_device_took_along() {
     let (world, fixture) = world(|device| device.cleans_completions = true);

@@ -30,7 +30,7 @@ fn run(modules: &mut [Endpoints], now: &mut Instant, seconds: u32) -> usize {
         *now += TICK;
         for from in 0..modules.len() {
             for (to, message) in modules[from].tick(&nodes(count, from as u8 + 1), *now) {
-                modules[from].note_sent(to, *now);
+                modules[from].note_sent(to, true, *now);
                 let to = (1..=count).find(|digit| node(*digit, false).id == to).expect("a node");
                 modules[to as usize - 1].receive(node(from as u8 + 1, false).id, &message, *now);
                 sent += 1;
@@ -171,11 +171,51 @@ fn large_clusters_are_told_in_portions() {
         let messages = module.tick(&all, now);
         assert!(messages.len() <= MESSAGES_MAX, "{}", messages.len());
         for (to, _) in messages {
-            module.note_sent(to, now);
+            module.note_sent(to, true, now);
             told.insert(to);
         }
     }
     assert_eq!(told.len(), 200);
+}
+
+/// The engine still lists nodes that are gone, for example until they are forgotten on all nodes. It
+/// sends nothing to them.
+#[test]
+fn nodes_that_are_gone_do_not_silence_the_others() {
+    let numbered = |number: u8, has_failed| Node {
+        id: NodeId::of(number),
+        address: None,
+        is_myself: number == 255,
+        has_failed,
+    };
+    // All numbers of nodes that are gone are lower than those of the two that run.
+    for gone in [140, 250] {
+        let mut now = Instant::now();
+        let mut all: Vec<_> = (0..gone).map(|number| numbered(number, number % 2 == 0)).collect();
+        let alive = [253, 254].map(|number| numbered(number, false));
+        all.extend(alive);
+        all.push(numbered(255, false));
+        let mut module = module("10.9.0.1:1");
+        let mut last_told = [now; 2];
+        for second in 0..200 {
+            now += TICK;
+            let messages = module.tick(&all, now);
+            assert!(messages.len() <= MESSAGES_MAX, "{}", messages.len());
+            let mut tried_gone = 0;
+            for (to, _) in messages {
+                let runs = alive.iter().position(|node| node.id == to);
+                module.note_sent(to, runs.is_some(), now);
+                match runs {
+                    Some(index) => last_told[index] = now,
+                    None => tried_gone += 1,
+                }
+            }
+            assert!(tried_gone >= UNREACHABLE_MAX, "{gone}: they may come back");
+            let waited = last_told.map(|told| now - told);
+            let most = if second < 3 { TICK * 3 } else { REPEAT };
+            assert!(waited.iter().all(|waited| *waited <= most), "{gone}, {second}: {waited:?}");
+        }
+    }
 }
 
 #[test]

@@ -6,9 +6,6 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use ferrite_config::ports::PortSet;
 use ferrite_proto::mux::Route;
 
-/// The difference between an engine's port and that of its cluster bus.
-const BUS_OFFSET: u16 = 10_000;
-
 /// The rules for streams of peers.
 #[derive(Debug, Clone)]
 pub(super) struct Admission {
@@ -68,12 +65,6 @@ impl Admission {
     }
 }
 
-/// Returns the port of the engine whose cluster bus has this port: the port 10,000 below. Returns
-/// `None` if that port is not in `ports`; then this port is not a bus.
-pub(super) fn engine_of_bus(port: u16, ports: &PortSet) -> Option<u16> {
-    port.checked_sub(BUS_OFFSET).filter(|engine| ports.contains(*engine))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,13 +99,5 @@ mod tests {
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:7470"), Err(Forbidden::Agent));
         // The agent's admin port is at 127.0.0.1, so this is another port with the same number.
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:9121"), Ok(()));
-    }
-
-    #[test]
-    fn bus_is_10000_above_an_engine() {
-        let ports = PortSet::parse(["7000-7009", "17000-17009"]).expect("ports");
-        assert_eq!(engine_of_bus(17_003, &ports), Some(7003));
-        assert_eq!(engine_of_bus(17_010, &ports), None);
-        assert_eq!(engine_of_bus(7003, &ports), None);
     }
 }

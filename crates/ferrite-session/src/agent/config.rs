@@ -19,8 +19,8 @@ pub struct AgentConfig {
     pub peers: Vec<AgentPeer>,
     /// Set in transparent mode: connections are redirected to the agent.
     pub transparent: Option<Transparent>,
-    /// The ports to listen on at the aliases of the peers. In transparent mode, the ports whose
-    /// connections are redirected.
+    /// The ports of engines and of their cluster bus. The agent listens on them at the aliases of
+    /// the peers.
     pub ports: PortSet,
     /// The ports of this host's alias that peers may connect to.
     pub deliver: PortSet,
@@ -45,6 +45,9 @@ pub struct Transparent {
     /// The networks whose hosts may have agents. A host of them becomes a peer at the first
     /// connection to it or from it.
     pub networks: Vec<Network>,
+    /// The ports whose connections are redirected: those of [`AgentConfig::ports`] that do not
+    /// connect directly.
+    pub redirected: PortSet,
     /// The port at which the agents of these hosts listen.
     pub port: u16,
 }
@@ -144,7 +147,8 @@ mod tests {
     #[test]
     fn links_must_not_be_redirected() {
         let mut config = AgentConfig::new([10, 0, 0, 1].into());
-        config.transparent = Some(Transparent { networks: Vec::new(), port: 7470 });
+        config.transparent =
+            Some(Transparent { networks: Vec::new(), redirected: PortSet::default(), port: 7470 });
         assert!(config.check().expect_err("no ports").contains("ports: none"));
         config.ports = PortSet::parse(["7000-7500"]).expect("ports");
         assert!(config.check().expect_err("links").contains("7470 is the port of the agents"));

@@ -11,7 +11,6 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 
 use super::Shared;
-use super::admission::engine_of_bus;
 use super::marks;
 use super::peer::Peer;
 use super::socket::LocalSocket;
@@ -102,7 +101,7 @@ async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, Stri
     };
     let refused =
         |reply: &str| Err((Refused::Engine, format!("the engine replies {}", reply.trim_end())));
-    if let Some(engine) = engine_of_bus(port, &shared.admission.deliver) {
+    if let Some(engine) = shared.admission.deliver.engine_of_bus(port) {
         // A cluster bus has no passwords and does not answer PING. If something answers at this
         // port, it is an engine.
         let access = &shared.access;

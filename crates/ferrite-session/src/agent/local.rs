@@ -13,7 +13,6 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout};
 
 use super::Shared;
-use super::admission::engine_of_bus;
 use super::links::link_to;
 use super::marks::connect_directly;
 use super::peer::Peer;
@@ -62,7 +61,7 @@ pub(super) async fn carry(
     route: Route,
 ) {
     let destination = route.destination;
-    let is_bus = engine_of_bus(destination.port(), &shared.ports).is_some();
+    let is_bus = shared.ports.engine_of_bus(destination.port()).is_some();
     let class = if is_bus { Class::Bus } else { Class::Interactive };
     for _ in 0..ATTEMPTS {
         let Some((id, handle)) = link_to(&shared, &peer).await else { break };

@@ -55,6 +55,11 @@ impl Peers {
         networks.iter().find_map(|network| network.hosts().find(not_own))
     }
 
+    /// Returns the first port whose connections are redirected, in transparent mode.
+    pub(super) fn any_redirected_port(&self) -> Option<u16> {
+        self.transparent.as_ref()?.redirected.iter().next()
+    }
+
     /// Returns the peers that the settings name.
     pub(super) fn configured(&self) -> Vec<Arc<Peer>> {
         let mut peers = self.all();
@@ -98,13 +103,15 @@ impl Peers {
 #[cfg(test)]
 mod tests {
     use ferrite_config::peer::network;
+    use ferrite_config::ports::PortSet;
 
     use super::*;
 
     fn config(networks: &[&str]) -> AgentConfig {
         let mut config = AgentConfig::new([10, 0, 0, 1].into());
         let networks = networks.iter().filter_map(|text| network(text)).collect();
-        config.transparent = Some(Transparent { networks, port: 7470 });
+        config.transparent =
+            Some(Transparent { networks, redirected: PortSet::default(), port: 7470 });
         let ip = Ipv4Addr::from([10, 9, 0, 1]);
         config.peers = vec![AgentPeer::new(ip, (ip, 7470).into())];
         config

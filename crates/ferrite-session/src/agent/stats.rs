@@ -171,7 +171,7 @@ pub struct AgentStats {
     pub looped: u64,
     /// Local connections that went directly by TCP, without an agent.
     pub direct: u64,
-    /// Connections to engines from another source port than the peer's program has, because that
+    /// Connections to engines whose source port differs from the peer program's, because that
     /// port was in use.
     pub ports_changed: u64,
     /// Links that were refused: the cause in a word, and how many. `tls` are failed handshakes, and

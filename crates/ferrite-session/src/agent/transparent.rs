@@ -131,7 +131,7 @@ impl Agent {
     pub async fn check_redirection(&self, listeners: &LocalListeners) -> Result<(), String> {
         let Some(listener) = &listeners.redirected else { return Ok(()) };
         let (Some(ip), Some(port)) =
-            (self.shared.peers.any_address(), self.shared.ports.iter().next())
+            (self.shared.peers.any_address(), self.shared.peers.any_redirected_port())
         else {
             return Ok(());
         };

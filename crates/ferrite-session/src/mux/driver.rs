@@ -46,8 +46,6 @@ pub struct MuxDriver<S: MuxSocket> {
     incoming: mpsc::UnboundedSender<(StreamId, Route)>,
     /// The messages that the link has accepted and not sent yet, by class; the oldest first.
     in_flight: [VecDeque<Sending>; Class::ALL.len()],
-    /// Memory for the next message.
-    scratch: Option<BufMut>,
     /// The wait for memory.
     memory: Option<Pin<Box<Sleep>>>,
     /// The wait for the next look at streams without credit.
@@ -73,7 +71,6 @@ impl<S: MuxSocket> MuxDriver<S> {
             has_no_handles: false,
             incoming,
             in_flight: Default::default(),
-            scratch: None,
             memory: None,
             check: None,
             shared: Arc::clone(shared),
@@ -328,9 +325,11 @@ impl<S: MuxSocket> MuxDriver<S> {
     /// Packs and sends the messages that are ready, as long as there is memory for them.
     fn send(&mut self, cx: &mut Context<'_>) -> Result<bool, MuxFailure> {
         let mut has_progress = false;
+        // It ends with this call: a driver that has nothing to send holds no memory of the pool.
+        let mut scratch = None;
         for class in Class::ALL {
             while self.mux.has_output(class) {
-                match self.poll_message(class, cx) {
+                match self.poll_message(class, &mut scratch, cx) {
                     Poll::Ready(Some(message)) => {
                         let mut sending = self.link.send(class.channel(), message);
                         match Pin::new(&mut sending).poll(cx) {
@@ -353,9 +352,15 @@ impl<S: MuxSocket> MuxDriver<S> {
         Ok(has_progress)
     }
 
-    /// Packs the next message of a class. Waits while there is no memory for it.
-    fn poll_message(&mut self, class: Class, cx: &mut Context<'_>) -> Poll<Option<Buf>> {
-        let mut scratch = match self.scratch.take() {
+    /// Packs the next message of a class. Waits while there is no memory for it. A buffer that it
+    /// does not hand out is left in `unused`, for the next call.
+    fn poll_message(
+        &mut self,
+        class: Class,
+        unused: &mut Option<BufMut>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Buf>> {
+        let mut scratch = match unused.take() {
             Some(scratch) => scratch,
             None => ready!(self.poll_memory(self.mux.config().message_bytes, cx)),
         };
@@ -372,14 +377,14 @@ impl<S: MuxSocket> MuxDriver<S> {
             local.reset();
         }
         let Some(len) = len else {
-            self.scratch = Some(scratch);
+            *unused = Some(scratch);
             return Poll::Ready(None);
         };
         if len <= SMALL
             && let Ok(mut small) = self.link.pool().take_uncharged(len, Purpose::Send)
         {
             small.copy_from_slice(&scratch[..len]);
-            self.scratch = Some(scratch);
+            *unused = Some(scratch);
             return Poll::Ready(Some(small.freeze()));
         }
         scratch.set_len(len);

@@ -144,8 +144,9 @@ impl EventChannel {
         }
     }
 
-    /// Closes the devices that librdmacm still holds open although they were removed, at a moment
-    /// when no identifier was notified. If there is one, librdmacm opens all devices of the host.
+    /// Closes the devices that were removed without an event to any identifier, and that librdmacm
+    /// still holds open. To do so, librdmacm opens all other devices of the host. If no device was
+    /// removed in this way, the call does nothing.
     pub fn close_removed_devices(&self) {
         if self.opened_devices().forget_removed() {
             removal::close_removed_devices(self.functions());

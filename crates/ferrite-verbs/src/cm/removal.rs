@@ -4,14 +4,14 @@
 //! cannot finish removing a Soft-RoCE device while a process holds it open. librdmacm closes its
 //! devices only in `sync_devices_list` (rdma-core's `librdmacm/cma.c`), which has two callers:
 //!
-//! - the lookup of a device that it does not know,
+//! - the lookup of a device that librdmacm does not know,
 //! - `rdma_get_devices`. That call also opens all other devices, even those that this process does
-//!   not use. Nothing would release them when they are removed. And if no device is left, the call
-//!   closes nothing.
+//!   not use. Nothing would release those other devices when they are removed. And if the host has
+//!   no device left, the call closes nothing.
 //!
-//! So an identifier whose device is being removed replaces the descriptors of librdmacm's context
-//! by others ([`release_context`]). `rdma_get_devices` remains only for devices that were removed
-//! without an event ([`close_removed_devices`]).
+//! So when an identifier whose device is being removed is dropped, it replaces the descriptors of
+//! librdmacm's context by others ([`release_context`]). Only for devices that were removed without
+//! an event, this module calls `rdma_get_devices` ([`close_removed_devices`]).
 
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -26,16 +26,16 @@ use rustix::io::DupFlags;
 
 use crate::sys;
 
-/// The devices that librdmacm has opened for the identifiers of a channel, and of whose removal no
-/// identifier was notified. The key is the address of librdmacm's context.
+/// The devices that librdmacm has opened for the identifiers of a channel, except those of whose
+/// removal an identifier was notified. The key is the address of librdmacm's context.
 #[derive(Default)]
 pub(super) struct OpenedDevices(HashMap<usize, Incarnation>);
 
 /// A device from its creation to its removal. A device that is added again has the same name.
 struct Incarnation {
     directory: PathBuf,
-    /// The number of the device's directory in sysfs, which the kernel never uses again. `None` if
-    /// it could not be read; then the device is never regarded as removed.
+    /// The inode number of the device's directory in sysfs, which the kernel never uses again.
+    /// `None` if it could not be read; then the device is never regarded as removed.
     number: Option<u64>,
 }
 
@@ -84,7 +84,7 @@ impl OpenedDevices {
         self.0.remove(&unsafe { (*id).verbs }.addr());
     }
 
-    /// Forgets the devices that were removed. Returns whether there were any.
+    /// Forgets the devices that were removed. Returns whether at least one was removed.
     pub(super) fn forget_removed(&mut self) -> bool {
         let before = self.0.len();
         self.0.retain(|_, device| !device.is_removed());
@@ -92,7 +92,8 @@ impl OpenedDevices {
     }
 }
 
-/// Makes librdmacm close the devices that were removed. Also opens all others.
+/// Makes librdmacm close the devices that were removed. As a side effect, librdmacm opens all other
+/// devices.
 #[cold]
 pub(super) fn close_removed_devices(cm: &sys::CmFunctions) {
     if let (Some(devices), Some(free)) = (cm.rdma_get_devices, cm.rdma_free_devices) {
@@ -106,10 +107,11 @@ pub(super) fn close_removed_devices(cm: &sys::CmFunctions) {
     }
 }
 
-/// Makes the kernel release librdmacm's context of a device that is being removed, before librdmacm
-/// closes it. The descriptors keep their numbers, which librdmacm closes later.
+/// Makes the kernel release a device that is being removed, before librdmacm closes its context of
+/// the device. Each descriptor of the context then refers to `/dev/null` under its old number, so
+/// that librdmacm can close it later.
 ///
-/// Afterwards the calls on the context fail, as they do on any device that was removed.
+/// Afterwards calls on the context fail, as they do on any device that was removed.
 ///
 /// # Safety
 /// The context is librdmacm's, or null, and is not closed during the call. Its device is being
@@ -140,8 +142,8 @@ pub(super) unsafe fn release_context(context: *const sys::ibv_context) {
 unsafe fn replace(fd: RawFd, replacement: &File) {
     // SAFETY: the caller guarantees that the descriptor is open. It is not closed here.
     let mut fd = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(fd) });
-    // Fails only if the process may open no more descriptors with such a number. Then the device
-    // stays open until librdmacm closes it.
+    // `dup3` fails only if the process may open no more descriptors with such a number. Then the
+    // device stays open until librdmacm closes it.
     let _ = rustix::io::dup3(replacement, &mut fd, DupFlags::CLOEXEC);
 }
 

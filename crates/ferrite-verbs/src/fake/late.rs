@@ -1,6 +1,6 @@
 //! Devices that report late: completions and LAST_WQE_REACHED are held back until a test releases
-//! them. This file also has other methods of [`World`] for tests: one reports changes of a GID
-//! table, the others query timeouts and posted receives.
+//! them. This file also has three other methods of [`World`] for tests. One reports changes of a
+//! GID table, and the others return the timeouts of queue pairs and the number of posted receives.
 //!
 //! The firmware of a device flushes a failed queue pair, and the driver delivers the event from a
 //! kernel work queue. So the completions and the event can be late on a busy host

@@ -6,12 +6,13 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use ferrite_config::transports::Transports;
 use ferrite_config::{Values, peer, table};
 use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, LocalListeners, Transparent};
 use tokio::time::sleep;
 
-use super::host_setup;
 use super::rules::{Redirection, Rules};
+use super::{host_setup, ports};
 use crate::settings::WrongSettings;
 
 /// How long the agent accepts connections after it has removed the rules. A connection that was
@@ -48,7 +49,9 @@ pub(super) fn config(values: &Values, listen: &[SocketAddr]) -> Result<AgentConf
     others.dedup();
     let peers = others.into_iter();
     config.peers = peers.map(|alias| AgentPeer::new(alias, (alias, own.port()).into())).collect();
-    config.transparent = Some(Transparent { networks, port: own.port() });
+    config.ports = ports(values, &table::PORTS);
+    let redirected = Transports::of(values).carried(&config.ports);
+    config.transparent = Some(Transparent { networks, redirected, port: own.port() });
     Ok(config)
 }
 
@@ -58,7 +61,7 @@ pub(super) async fn redirect(
     programs: &LocalListeners,
     config: &AgentConfig,
 ) -> anyhow::Result<Option<Rules>> {
-    let (Some(Transparent { networks, .. }), Some(to)) =
+    let (Some(Transparent { networks, redirected, .. }), Some(to)) =
         (&config.transparent, programs.redirect_port())
     else {
         return Ok(None);
@@ -72,7 +75,7 @@ pub(super) async fn redirect(
     host_setup::prepare(agent.any_peer())?;
     let delivery = agent.check_delivery().await;
     delivery.map_err(|why| anyhow::anyhow!("cannot connect {why}; see ferrite agent --help"))?;
-    let (networks, ports) = (networks.clone(), config.ports.clone());
+    let (networks, ports) = (networks.clone(), redirected.clone());
     let rules = Rules::set(Redirection { networks, ports, to }).await;
     let rules = rules.context("cannot redirect connections to the agent")?;
     agent.check_redirection(programs).await.map_err(anyhow::Error::msg)?;

@@ -4,13 +4,14 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ferrite_config::{Origin, Program, Setting, Values, address, file, table};
+use ferrite_config::file::UnitFile;
+use ferrite_config::{Origin, Program, Setting, Values, address, file, table, unit};
 use ferrite_fabric::{Fabric, Rdma};
-use ferrite_session::{fabric_config, open_fabric, rdma_policy};
+use ferrite_session::{EngineAddress, fabric_config, open_fabric, rdma_policy};
 
 use super::secret::warn_if_readable;
 use super::{ServerError, Sources};
-use crate::settings;
+use crate::{agent, settings};
 
 /// A file that the user named, or that ferrite finds by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -52,20 +53,37 @@ pub(super) struct Config {
     pub(super) directives: Vec<(String, String)>,
     /// All values; some of them are passed on to the module.
     values: Values,
+    /// The values of the agent, if there is one.
+    pub(super) agent: Option<Values>,
 }
 
 impl Config {
     /// Reads the file, if there is one, the environment and the flags. An error may have several
     /// lines, one for each problem.
     pub(super) fn load(sources: Sources<'_>) -> Result<Self, String> {
-        let mut config = match sources.file() {
-            Some(file) => Self::read(file)?,
-            None => Self::with_environment(Values::new(Program::Server), Vec::new())?,
+        let text = sources.file().map(settings::read_file).transpose();
+        let text = text.map_err(|error| error.to_string())?;
+        let complete = |values: &mut Values| {
+            let is_server = values.program() == Program::Server;
+            let variable = |name: &str| {
+                std::env::var(name).ok().filter(|_| is_server || !unit::is_of_server_alone(name))
+            };
+            values.set_from_environment(variable)?;
+            let program = values.program();
+            for (setting, text) in sources.flags().filter(|(it, _)| it.has(program)) {
+                values.set_text(setting, None, text, Origin::Flag)?;
+            }
+            Ok(())
         };
-        for (setting, text) in sources.flags() {
-            config.values.set_text(setting, None, text, Origin::Flag)?;
-        }
-        Ok(config)
+        let read = file::read_unit(text.as_deref().unwrap_or_default(), complete);
+        let read = read.map_err(|problems| match sources.file() {
+            Some(file) => settings::list(&file.display().to_string(), &problems),
+            None => {
+                let lines: Vec<_> = problems.iter().map(ToString::to_string).collect();
+                lines.join("\n")
+            }
+        })?;
+        Ok(Self::of(read))
     }
 
     /// Returns all values.
@@ -81,8 +99,8 @@ impl Config {
     }
 
     /// Returns the same configuration with other values. The directives stay.
-    pub(super) fn with_values(&self, values: Values) -> Self {
-        Self::new(values, self.directives.clone())
+    pub(super) fn with_values(&self, values: Values, agent: Option<Values>) -> Self {
+        Self { agent, ..Self::new(values, self.directives.clone()) }
     }
 
     /// Returns the names of the engine's directives that differ from `other`, each once.
@@ -96,21 +114,15 @@ impl Config {
         names.into_iter().filter(|name| of(self, name) != of(other, name)).collect()
     }
 
-    fn read(file: &Path) -> Result<Self, String> {
-        let name = file.display().to_string();
-        let text = settings::read_file(file).map_err(|error| error.to_string())?;
-        let read = file::read(Program::Server, &text)
-            .map_err(|problems| settings::list(&name, &problems))?;
-        Self::with_environment(read.values, read.directives)
-    }
-
-    fn with_environment(
-        mut values: Values,
-        directives: Vec<(String, String)>,
-    ) -> Result<Self, String> {
-        settings::read_environment(&mut values).map_err(|error| error.to_string())?;
-        settings::check(&values).map_err(|error| error.to_string())?;
-        Ok(Self::new(values, directives))
+    fn of(read: UnitFile) -> Self {
+        let UnitFile { server, mut agent } = read;
+        if let Some(agent) = &mut agent {
+            // The module has the admin port of the file.
+            let own = server.values.entry(&table::AGENT_ADMIN_LISTEN).value.clone();
+            let set = own.map(|own| agent.replace(&table::ADMIN_LISTEN, own));
+            debug_assert_eq!(set, Some(Ok(())), "both settings have the same values");
+        }
+        Self { agent, ..Self::new(server.values, server.directives) }
     }
 
     fn new(values: Values, directives: Vec<(String, String)>) -> Self {
@@ -144,6 +156,7 @@ impl Config {
             is_cluster: values.switch(&table::CLUSTER_ENABLED),
             directives,
             values,
+            agent: None,
         }
     }
 
@@ -166,6 +179,16 @@ impl Config {
             let remedy = remedy.unwrap_or_default();
             ServerError::no_rdma(format!("RDMA is required (server.rdma): {error}{remedy}"))
         })
+    }
+
+    /// Returns what the agent needs to start, if there is one. `socket` is that of the engine.
+    ///
+    /// # Errors
+    /// Fails if the settings of the agent are wrong.
+    pub(super) fn agent_setup(&self, socket: &Path) -> Result<Option<agent::Setup>, ServerError> {
+        let Some(values) = self.agent.clone() else { return Ok(None) };
+        let setup = agent::Setup::new(values).map_err(|error| ServerError::agent(&error))?;
+        Ok(Some(setup.beside(EngineAddress::Unix(socket.to_owned()))))
     }
 
     /// Returns whether the settings ask for an admin port.
@@ -198,9 +221,9 @@ impl Config {
 
     #[cfg(test)]
     pub(super) fn parse(text: &str) -> Result<Self, String> {
-        let read = file::read(Program::Server, text)
+        let read = file::read_unit(text, |_| Ok(()))
             .map_err(|problems| settings::list("ferrite.toml", &problems))?;
-        Ok(Self::new(read.values, read.directives))
+        Ok(Self::of(read))
     }
 }
 

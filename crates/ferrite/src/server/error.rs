@@ -6,6 +6,8 @@ use std::process::ExitStatus;
 
 use ferrite_config::exit_code::{BY_SIGNAL, ENGINE, INTERNAL, UNAVAILABLE, USAGE};
 
+use crate::exit;
+
 /// Why the server did not start, or why it stopped.
 #[derive(Debug)]
 pub(crate) struct ServerError {
@@ -36,6 +38,17 @@ impl ServerError {
     pub(super) fn engine(status: ExitStatus, message: impl Into<String>) -> Self {
         let code = if status.success() { ENGINE } else { exit_code(status) };
         Self { code, kind: "engine", message: message.into() }
+    }
+
+    /// Reports why the agent does not start, or has failed.
+    pub(super) fn agent(error: &anyhow::Error) -> Self {
+        let (code, message) = exit::describe(error);
+        let kind = match code {
+            USAGE => "config",
+            UNAVAILABLE => "absent",
+            _ => "agent",
+        };
+        Self { code, kind, message: format!("agent: {message}") }
     }
 
     /// Reports an internal failure of ferrite.

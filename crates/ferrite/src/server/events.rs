@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::plan::Plan;
 use super::ready::Report;
+use crate::agent::Setup;
 use crate::output;
 
 #[derive(Serialize)]
@@ -61,13 +62,21 @@ struct Check<'a> {
     module: Option<&'a Path>,
     unix_socket: &'a Path,
     configuration: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    agent: Option<String>,
 }
 
 /// Prints the result of `--check`: the command and the configuration.
-pub(super) fn check(json: bool, plan: &Plan, version: &str) -> anyhow::Result<()> {
+pub(super) fn check(
+    json: bool,
+    plan: &Plan,
+    version: &str,
+    agent: Option<&Setup>,
+) -> anyhow::Result<()> {
     let Plan { engine: program, module, socket: unix_socket, .. } = plan;
     let (module, configuration) = (module.as_deref(), plan.redacted_lines());
-    let check = Check { program, version, module, unix_socket, configuration };
+    let agent = agent.map(Setup::describe);
+    let check = Check { program, version, module, unix_socket, configuration, agent };
     if json {
         return Ok(output::write(&format!("{}\n", serde_json::to_string(&check)?))?);
     }
@@ -77,9 +86,11 @@ pub(super) fn check(json: bool, plan: &Plan, version: &str) -> anyhow::Result<()
             Some(module) => module.display().to_string(),
             None => "none (RDMA is disabled)".into(),
         };
+        let agent = check.agent.as_ref().map(|agent| format!("agent    {agent}\n"));
+        let agent = agent.unwrap_or_default();
         let lines: String = lines.map(|line| format!("  {line}\n")).collect();
         format!(
-            "engine   {program} ({version})\nmodule   {module}\ncommand  {program} -\n\
+            "engine   {program} ({version})\nmodule   {module}\n{agent}command  {program} -\n\
              with this on its standard input:\n{lines}"
         )
     })

@@ -15,6 +15,7 @@ use anyhow::Context as _;
 use rustix::process::{
     Pid, Signal, geteuid, getppid, kill_process, set_parent_process_death_signal,
 };
+use rustix::thread::{CapabilitySet, configure_capability_in_ambient_set};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, Command};
 
@@ -49,6 +50,10 @@ const COMMAND: &str = "server-exec";
 /// Replaces this process by the engine. Returns only on failure.
 pub(crate) fn exec(options: &ExecOptions) -> anyhow::Result<ExitCode> {
     set_parent_process_death_signal(Some(Signal::TERM)).context("PR_SET_PDEATHSIG")?;
+    // Capabilities that an agent in transparent mode needs, and that the engine would inherit.
+    for capability in [CapabilitySet::NET_ADMIN, CapabilitySet::NET_RAW] {
+        configure_capability_in_ambient_set(capability, false).context("PR_CAP_AMBIENT")?;
+    }
     // If the parent died before the call above, no signal will come, so the engine is not started.
     if getppid().map(Pid::as_raw_pid) == Some(options.parent) {
         let error = std::process::Command::new(&options.program).arg("-").exec();

@@ -40,6 +40,13 @@ pub(super) async fn reload(
         }
     }
     changes.now = taken;
+    let agent = current.agent.clone().map(|values| {
+        let read = read.agent.as_ref().unwrap_or(&values);
+        let of_agent = Changes::between(&values, read);
+        let applied = of_agent.applied_to(&values, read);
+        changes.extend(of_agent, Program::Server);
+        applied
+    });
     changes.report();
     let directives = read.changed_directives(current);
     if !directives.is_empty() {
@@ -49,7 +56,7 @@ pub(super) async fn reload(
             directives.join(", ")
         );
     }
-    let applied = current.with_values(changes.applied_to(current.values(), read.values()));
+    let applied = current.with_values(changes.applied_to(current.values(), read.values()), agent);
     log::set_level(applied.values());
     Some(applied)
 }

@@ -8,6 +8,9 @@
 //!              └──────────────────────┴─ SIGTERM, SIGINT ──► stop the engine ──► exit
 //! ```
 //!
+//! If the settings ask for an agent, it starts before the first engine and ends after the last one.
+//! If it fails, the engine is stopped, and ferrite exits with an error.
+//!
 //! A restarted engine that exits before it is ready is restarted again, up to `restart_limit`. An
 //! engine that does not answer in time is stopped, and ferrite exits with an error.
 
@@ -19,6 +22,7 @@ use ferrite_fabric::Rdma;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::sleep;
 
+use super::agent::AgentThread;
 use super::config::{Config, Restart};
 use super::error::{cause_of_exit, describe_exit};
 use super::launch::Engine;
@@ -57,6 +61,7 @@ pub(super) struct Supervisor<'a> {
     signals: Signals,
     /// Whether an engine has been ready.
     was_ready: bool,
+    agent: Option<AgentThread>,
 }
 
 /// How one run of the engine ended.
@@ -89,6 +94,7 @@ impl<'a> Supervisor<'a> {
             notify: Notify::from_environment(),
             signals: Signals::new()?,
             was_ready: false,
+            agent: None,
         })
     }
 
@@ -96,12 +102,38 @@ impl<'a> Supervisor<'a> {
     /// an error if that run failed. Before it returns an error, prints the `ended` event if the
     /// engine was ready in any run.
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
+        if let Some(setup) = self.config.agent_setup(&self.plan.socket)? {
+            self.notify.status("starting the agent");
+            self.agent = Some(AgentThread::start(setup).await?);
+        }
         let ended = self.run_all().await;
+        self.end_agent(ended.as_ref().is_ok_and(ExitStatus::success)).await;
         let error = ended.as_ref().err().and_then(|error| error.downcast_ref::<ServerError>());
         if let Some(error) = error.filter(|_| self.was_ready) {
             events::ended(self.json, error.code());
         }
         ended
+    }
+
+    /// Ends the agent, if there is one. Lets its connections end first if the engine has ended in
+    /// good order. After a failure, the next start is more urgent than the connections of others.
+    async fn end_agent(&mut self, is_orderly: bool) {
+        let Some(mut agent) = self.agent.take() else { return };
+        match is_orderly {
+            true => {
+                self.notify.status("the engine has ended; the connections of the agent may end");
+                agent.drain();
+            }
+            false => agent.end(),
+        }
+        loop {
+            tokio::select! {
+                () = agent.ended() => return,
+                action = self.signals.next() => if action == SignalAction::Stop {
+                    agent.end();
+                },
+            }
+        }
     }
 
     async fn run_all(&mut self) -> anyhow::Result<ExitStatus> {
@@ -172,7 +204,7 @@ impl<'a> Supervisor<'a> {
     /// Runs one engine from its start to its end.
     async fn run_once(&mut self) -> anyhow::Result<RunEnd> {
         self.plan.follow(&self.config);
-        let Self { config, sources, plan, json, notify, signals, was_ready } = self;
+        let Self { config, sources, plan, json, notify, signals, was_ready, agent } = self;
         let password = config.password().map(str::to_owned);
         let mut engine = match Engine::start(plan).await {
             Ok(engine) => engine,
@@ -209,9 +241,19 @@ impl<'a> Supervisor<'a> {
                     SignalAction::Reload => {
                         if let Some(read) = reload(config, *sources, &plan.socket).await {
                             *config = read;
+                            if let (Some(agent), Some(values)) = (&*agent, &config.agent) {
+                                agent.reconfigure(values);
+                            }
                         }
                     }
                 },
+                error = agent_failed(agent) => {
+                    tracing::error!("{error}; stopping the engine");
+                    *agent = None;
+                    notify.stopping();
+                    stop(&mut engine, signals, config.shutdown_timeout).await?;
+                    return Err(error.into());
+                }
                 report = &mut becomes_ready, if ready_since.is_none() => {
                     let checked = match report {
                         Ok(report) => {
@@ -238,6 +280,14 @@ impl<'a> Supervisor<'a> {
                 }
             }
         }
+    }
+}
+
+/// Waits until the agent fails; for ever if there is none.
+async fn agent_failed(agent: &mut Option<AgentThread>) -> ServerError {
+    match agent {
+        Some(agent) => agent.failed().await,
+        None => std::future::pending().await,
     }
 }
 

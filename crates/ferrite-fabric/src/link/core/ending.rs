@@ -62,8 +62,8 @@ impl LinkCore {
 
     /// Handles a disconnect by the peer's connection manager.
     pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
-        // Once this side has sent `FinAck`, the peer has nothing more to send. Before that it may
-        // have, so a link that can migrate looks for another path.
+        // Once this side has sent `FinAck`, the peer has nothing more to send. Before that, the
+        // peer may still have something to send, so a link that can migrate looks for another path.
         let is_in_order = self.closing.fin_ack_sent()
             || !self.migration.is_possible && self.peer_has_everything();
         if is_in_order {

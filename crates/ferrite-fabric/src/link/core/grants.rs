@@ -39,7 +39,8 @@ pub(crate) struct Grants {
 
 impl Grants {
     /// Revokes a grant of ours. Returns the next revocation to send now, if any. If too many
-    /// revocations are unanswered, [`Grants::next_revocation`] returns it after the peer's answer.
+    /// revocations are unanswered, this revocation waits until the peer has answered one, and
+    /// [`Grants::next_revocation`] then returns it.
     pub(crate) fn revoke(&mut self, grant: u64) -> Option<Control> {
         self.to_revoke.push_back(grant);
         self.next_revocation()

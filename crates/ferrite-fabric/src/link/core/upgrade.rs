@@ -30,10 +30,10 @@ const PROBE: u64 = u64::MAX - 1;
 const GO: u64 = u64::MAX;
 
 /// The peer violates the protocol if it sends an offer, answer or withdrawal while more than this
-/// many steps wait for the driver (see `fabric/drive.rs`).
+/// many steps wait for the fabric's poller.
 const STEPS_MAX: usize = 8;
 
-/// A step of a migration that the driver must take.
+/// A step of a migration that the fabric's poller must take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     /// The peer offers an upgrade to RDMA.
@@ -66,7 +66,7 @@ pub(crate) struct Upgrade {
     backoff: Option<Duration>,
     /// The time of the next attempt.
     due: Option<Instant>,
-    /// Steps that the driver must still take, each with the number of its offer.
+    /// Steps that the fabric's poller must still take, each with the number of its offer.
     steps: Vec<(u32, Step)>,
 }
 

@@ -33,8 +33,8 @@ struct Slot {
     /// message that arrived.
     next: [[u64; CHANNELS]; 2],
     last: [[Option<u64>; CHANNELS]; 2],
-    /// Messages that arrived and were sent through a future. A future sends its message when it is
-    /// polled, so these messages arrive in no particular order.
+    /// Messages that were sent through a future and have arrived. A future sends its message when
+    /// it is polled, so these messages arrive in no particular order.
     seen: HashSet<(usize, u16, u64)>,
 }
 

@@ -1,5 +1,7 @@
 //! Finds the primaries of a cluster for `--cluster`.
 
+use std::net::SocketAddr;
+
 use anyhow::{Context as _, bail, ensure};
 use ferrite_fabric::Rdma;
 use ferrite_proto::cluster::{SlotMap, rdma_endpoints, slot_of};
@@ -37,14 +39,17 @@ impl Primaries {
         let listed = Value::parse(&listed).context("the reply to FERRITE ENDPOINTS")?;
         let mut primaries = Vec::new();
         for node in map.primaries() {
-            let mut found = tokio::net::lookup_host((node.host.as_str(), node.port))
+            let engine = resolve(&node.host, node.port)
                 .await
-                .with_context(|| format!("cannot resolve node {}", node.host))?;
-            let engine = found.next().with_context(|| format!("{} has no address", node.host))?;
-            let endpoints = match rdma {
+                .with_context(|| format!("node {}", node.id))?;
+            let hosts = match rdma {
                 Rdma::Forbid => Vec::new(),
                 _ => rdma_endpoints(&listed, &node.id, &asked),
             };
+            let mut endpoints = Vec::with_capacity(hosts.len());
+            for (host, port) in hosts {
+                endpoints.push(resolve(&host, port).await?);
+            }
             ensure!(
                 !endpoints.is_empty() || rdma != Rdma::Require,
                 "RDMA is required (--rdma), but node {} at {engine} announces no RDMA endpoint: \
@@ -53,21 +58,19 @@ impl Primaries {
             );
             primaries.push(Primary { node: node.clone(), engine, endpoints });
         }
+        let places = map.primary_places();
+        let mut has_key = vec![false; primaries.len()];
         let of_key = (0..options.keys).map(|key| {
             let slot = slot_of(keys.name(key).as_bytes());
-            let id = map.primary_of(slot).map(|node| &node.id);
-            let number = primaries.iter().position(|primary| Some(&primary.node.id) == id);
-            let number = number.with_context(|| format!("no node serves slot {slot}"))?;
-            Ok(u16::try_from(number)?)
+            let place = places[usize::from(slot)];
+            let place = place.with_context(|| format!("no node serves slot {slot}"))?;
+            has_key[place] = true;
+            Ok(u16::try_from(place)?)
         });
         let of_key = of_key.collect::<anyhow::Result<Vec<_>>>()?;
-        for (number, Primary { node, .. }) in primaries.iter().enumerate() {
-            ensure!(
-                of_key.iter().any(|of| usize::from(*of) == number),
-                "none of the {} keys belongs to node {}; use more --keys",
-                options.keys,
-                node.id
-            );
+        if let Some(without) = has_key.iter().position(|has_key| !has_key) {
+            let Primary { node, .. } = &primaries[without];
+            bail!("none of the {} keys belongs to node {}; use more --keys", options.keys, node.id);
         }
         ensure!(
             options.connections as usize >= primaries.len(),
@@ -76,4 +79,10 @@ impl Primaries {
         );
         Ok(Self { primaries, of_key })
     }
+}
+
+async fn resolve(host: &str, port: u16) -> anyhow::Result<SocketAddr> {
+    let found = tokio::net::lookup_host((host, port)).await;
+    let mut found = found.with_context(|| format!("cannot resolve {host}"))?;
+    found.next().with_context(|| format!("{host} has no address"))
 }

@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 
 use super::Options;
-use super::primaries::Primaries;
+use super::primaries::{Primaries, name_node};
 
 pub(super) trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}
@@ -95,13 +95,14 @@ impl Dialer {
         &self,
         number: u32,
         primaries: Option<&Primaries>,
-    ) -> io::Result<(Box<dyn Duplex>, TransportInfo)> {
+    ) -> anyhow::Result<(Box<dyn Duplex>, TransportInfo)> {
         match (self, primaries) {
             (Self::Net { connector, .. }, Some(primaries)) => {
-                let primary = primaries.of_connection(number);
-                Ok(described(primaries.connect(primary, connector).await?))
+                let connecting = primaries.connect(primaries.of_connection(number), connector);
+                let opened = connecting.await.map_err(anyhow::Error::from);
+                Ok(described(name_node(opened, Some(primaries), number)?))
             }
-            _ => self.connect().await,
+            _ => Ok(self.connect().await?),
         }
     }
 

@@ -17,7 +17,7 @@ use super::dial::Dialer;
 use super::interrupt::Interrupt;
 use super::key_space::KeySpace;
 use super::keys::Keys;
-use super::primaries::Primaries;
+use super::primaries::{Primaries, name_node};
 use super::run::{Run, SharedRun};
 
 /// Time between two calls of [`Turn::on_tick`].
@@ -124,7 +124,7 @@ impl Turn<'_> {
                     if let Some(info) = &mut run.lock().transport_info {
                         info.add_moves();
                     }
-                    done
+                    name_node(done, shared.plan.primaries.as_ref(), number)
                 });
             }
             while let Some(done) = connections.join_next().await {
@@ -191,14 +191,15 @@ async fn for_each_key(
         let connecting = dialer.connect_number(number as u32, primaries.as_ref());
         let (stream, _) = connecting.await.context("cannot connect")?;
         let mut connection = LoadConnection::new(options, stream, 0);
-        connection.authenticate().await?;
+        name_node(connection.authenticate().await, primaries.as_ref(), number as u32)?;
         let is_own =
             |key: &u32| primaries.as_ref().is_none_or(|primaries| primaries.has(number, *key));
         let own: Vec<_> = (0..options.keys).filter(is_own).collect();
         for batch in own.chunks(BATCH) {
             connection.out.clear();
             batch.iter().for_each(|key| encode(*key, &mut connection.out));
-            let errors = connection.exchange(batch.len() as u32).await?;
+            let errors = connection.exchange(batch.len() as u32).await;
+            let errors = name_node(errors, primaries.as_ref(), number as u32)?;
             ensure!(
                 errors == 0,
                 "the server rejects {command}: {}",

@@ -6,6 +6,7 @@
 use std::io;
 use std::net::SocketAddr;
 
+use anyhow::Context as _;
 use ferrite_fabric::Rdma;
 use ferrite_proto::cluster::Node;
 use ferrite_session::{Connector, Session};
@@ -43,6 +44,12 @@ impl Primaries {
         self.of_key.get(key as usize).is_some_and(|of| usize::from(*of) == primary)
     }
 
+    /// Returns the node of a connection, for errors.
+    pub(super) fn describe(&self, connection: u32) -> String {
+        let Primary { node, engine, .. } = &self.primaries[self.of_connection(connection)];
+        format!("node {} at {engine}", node.id)
+    }
+
     /// Connects to a primary: to the first of its RDMA endpoints that accepts, otherwise to its
     /// engine over TCP unless RDMA is required.
     pub(super) async fn connect(
@@ -60,5 +67,17 @@ impl Primaries {
             }
         }
         connector.connect(*last).await
+    }
+}
+
+/// Adds the node of a connection to an error, in a cluster.
+pub(super) fn name_node<T>(
+    result: anyhow::Result<T>,
+    primaries: Option<&Primaries>,
+    connection: u32,
+) -> anyhow::Result<T> {
+    match primaries {
+        Some(primaries) => result.with_context(|| primaries.describe(connection)),
+        None => result,
     }
 }

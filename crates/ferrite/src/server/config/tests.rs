@@ -102,3 +102,33 @@ fn errors_of_a_file_are_shown_together() {
          ferrite.toml:4: network.port: expected a number from 0 to 65535"
     );
 }
+
+#[test]
+fn agent_has_the_settings_of_its_section_and_an_admin_port_of_its_own() {
+    let text = "[server]\nagent_admin_listen = \"127.0.0.1:2\"\n[replication]\n\
+                transport = \"rdma\"\n[agent]\nmode = \"transparent\"\nlisten = \"192.0.2.1\"\n\
+                peers = [\"192.0.2.2\"]\nports = [\"6379\"]\n[observability]\n\
+                admin_listen = \"127.0.0.1:1\"";
+    let config = Config::parse(text).expect("a valid file");
+    let agent = config.agent.as_ref().expect("an agent");
+    assert_eq!(agent.text(&table::ADMIN_LISTEN), Some("127.0.0.1:2"));
+    assert_eq!(rdma_policy(agent), Rdma::Require);
+    assert_eq!(config.rdma(), Rdma::Prefer);
+    let arguments: Vec<_> = config.for_module().collect();
+    assert_eq!(arguments, [("admin-listen", "127.0.0.1:1".to_owned())]);
+    // The certificates are missing.
+    let wrong = config.agent_setup(Path::new("/s")).err().expect("an error");
+    assert_eq!((wrong.code(), wrong.kind_name()), (2, "config"));
+    assert!(wrong.to_string().starts_with("agent: 192.0.2.1:7470 is not a loopback"), "{wrong}");
+    let allowed = text.replace("\nports", "\nallow_unauthenticated_peers = true\nports");
+    let config = Config::parse(&allowed).expect("a valid file");
+    let setup = config.agent_setup(Path::new("/s")).expect("valid settings");
+    assert_eq!(
+        setup.map(|setup| setup.describe()).as_deref(),
+        Some(
+            "alias 192.0.2.1, peers 192.0.2.2, ports 6379 (mode transparent, RDMA: require, \
+             direct: refuse)"
+        )
+    );
+    assert_eq!(Config::parse("").expect("valid").agent, None);
+}

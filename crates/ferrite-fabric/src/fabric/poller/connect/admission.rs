@@ -1,11 +1,15 @@
 //! Admission control for connections that are not links yet. It counts them by source.
 //!
-//! No source may lock out others. There is a limit for each source and a limit for all. A
-//! connection that exceeds its source's limit displaces the oldest connection of its own source. A
-//! connection that exceeds the total limit displaces the oldest connection of the busiest source. A
-//! connection that is younger than a grace period is not displaced, with one exception: at the
-//! total limit, if its source has more connections than the new one's source, including the new
-//! one.
+//! No source may lock out others. There is a limit for each source and a limit for all:
+//!
+//! - A connection that exceeds its source's limit displaces the oldest connection of its own
+//!   source.
+//! - A connection that exceeds the total limit displaces the oldest connection of the busiest
+//!   source.
+//!
+//! A connection that is younger than a grace period is displaced only at the total limit, and only
+//! if its source has more connections than the new connection's source, the new connection
+//! included.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};

@@ -103,7 +103,8 @@ impl Poller {
                 self.sockets.leave_admission(id);
                 match greeting.side {
                     Side::Dialing { purpose, .. } => self.dial_failed(shared, purpose, error),
-                    // TLS itself has failed. What a peer says within TLS is refused otherwise.
+                    // With TLS, a protocol error here is a failure of TLS itself. An invalid hello
+                    // within TLS is no error here: the peer gets a refusal.
                     Side::Answering { .. }
                         if greeting.tls.is_some() && error.kind() == ErrorKind::Protocol =>
                     {

@@ -21,9 +21,9 @@ use crate::wire::Resume;
 /// The delay between attempts to connect to a peer that does not answer.
 const REDIAL: Duration = Duration::from_millis(250);
 
-/// How long the caller of a link may take to reconnect after its connection manager has
-/// disconnected. If the caller has lost the path, it reconnects at once. Otherwise its process has
-/// ended, and this side must not keep the link for long.
+/// How long this side waits for the peer to reconnect, if the peer opened the link and its
+/// connection manager has disconnected. If the peer has lost the path, it reconnects at once.
+/// Otherwise its process has ended, and this side must not keep the link for long.
 const DISCONNECTED: Duration = Duration::from_secs(3);
 
 /// A TCP connection over which a link continues.
@@ -76,8 +76,8 @@ impl Poller {
             + match (is_caller, has_peer_disconnected) {
                 (true, _) => move_timeout,
                 (false, true) => move_timeout.min(DISCONNECTED),
-                // The caller reconnects. If it waits for nothing, it notices the loss only by its
-                // keepalive.
+                // The peer opened the link, so it reconnects. If it waits for no reply, it notices
+                // the loss only by its keepalive.
                 (false, false) => move_timeout + shared.config.keepalive,
             };
         let detached = link.with_wakes(&mut self.wakes, |state, _, wakes| {

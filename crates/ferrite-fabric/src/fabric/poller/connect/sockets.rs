@@ -36,8 +36,8 @@ use crate::wire;
 
 /// Maximum number of connections that one pass handles, and that one pass accepts from a listener.
 pub(super) const SOCKETS_PER_PASS: usize = 16;
-/// How long the TCP connection for a link that has lost its path may take. Then another attempt is
-/// made, perhaps from another local address.
+/// How long an attempt to connect over TCP may take for a link that has lost its path. Then another
+/// attempt is made, perhaps from another local address.
 const RECONNECT: Duration = Duration::from_millis(2500);
 /// Size of the buffer for bytes that have no other buffer yet. All connections share it.
 const SCRATCH_BYTES: usize = 64 << 10;
@@ -150,7 +150,8 @@ impl Sockets {
     pub(super) fn leave_admission(&mut self, id: u64) {
         self.leave_silent(id);
         if self.half_open.leave(id) {
-            // Take the latest one, because it is the least likely to be slow on purpose.
+            // Start the handshake that has waited least, because it is the least likely to be slow
+            // on purpose.
             self.ready.extend(self.waiting.pop_back());
         }
     }

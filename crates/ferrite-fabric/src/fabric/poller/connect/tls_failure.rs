@@ -34,7 +34,7 @@ pub(super) fn describe(error: &io::Error) -> Option<String> {
         TlsError::AlertReceived(
             AlertDescription::CertificateRequired | AlertDescription::NoCertificate,
         ) => "the peer requires a certificate, and this side presents none; configure one",
-        // A CA that was made anew often has the name of the old one, but not its key.
+        // A CA that replaces another CA often has the same name, but another key.
         TlsError::AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => {
             "the peer does not know the CA of this side's certificate; both sides need \
              certificates of the same CA"

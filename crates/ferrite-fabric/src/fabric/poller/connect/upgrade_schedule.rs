@@ -117,7 +117,8 @@ impl Poller {
         }
     }
 
-    /// Lets the other links to the same address follow a link that was upgraded.
+    /// Ends the turns of the links to the same address, and lets them try soon, because a link was
+    /// upgraded.
     pub(super) fn end_turns(&mut self, shared: &Shared, link: &LinkShared) {
         if let Some(found) = path(link).filter(|path| self.upgrade_schedule.end(path)) {
             self.retry_chosen(shared, |link| path(link).is_some_and(|path| path == found));
