@@ -272,5 +272,5 @@ fn transport_rdma_is_refused_with_what_is_missing() {
                  peers = [\"127.1.0.2=127.0.0.2\"]\n";
     let (code, log) = fails_to_start("", &format!("{keys}{agent}"));
     assert_eq!(code, Some(69), "{log}");
-    assert!(log.contains("ferrite: agent: RDMA is unavailable"), "{log}");
+    assert!(log.contains("RDMA is unavailable") && log.contains(" missing: agent: "), "{log}");
 }
