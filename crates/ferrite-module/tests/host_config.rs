@@ -162,7 +162,11 @@ fn accepts_the_names_of_other_software() {
     let arguments = ferrite_config::table::FOREIGN.iter().filter_map(|foreign| {
         let name = foreign.name.rsplit('.').next().expect("a name");
         let value = foreign.default.split(' ').next().expect("a value");
-        let is_argument = ferrite_config::table::refused(name).is_none() && value != "empty";
+        // Those of replication and clusters are for `ferrite server` and its agent.
+        let is_of_server =
+            ["replication.", "cluster."].iter().any(|section| foreign.name.starts_with(section));
+        let is_argument =
+            ferrite_config::table::refused(name).is_none() && !is_of_server && value != "empty";
         // Two programs document this setting, with different defaults.
         let is_second = name == "rdma_gid_index" && value == "-1";
         (is_argument && !is_second && name != "rdma_recv_block_type").then_some([name, value])

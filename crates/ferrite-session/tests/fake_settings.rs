@@ -162,10 +162,13 @@ fn every_name_is_accepted_with_its_value_there() {
         if refused(name).is_some() {
             continue;
         }
-        let (setting, alias) = find(Program::Gateway, name).expect(name);
+        // The gateway has no settings for replication and clusters.
+        let mut programs = [Program::Gateway, Program::Server].into_iter();
+        let found = programs.find_map(|program| Some((program, find(program, name)?)));
+        let (program, (setting, alias)) = found.expect(name);
         let text = foreign.default.split(' ').next().expect("a value");
         if text != "empty" {
-            let set = Values::new(Program::Gateway).set_text(setting, alias, text, Origin::Flag);
+            let set = Values::new(program).set_text(setting, alias, text, Origin::Flag);
             set.unwrap_or_else(|why| panic!("{name} {text}: {why}"));
         }
     }
