@@ -356,6 +356,10 @@ async fn subscribes_to_sharded_channels_of_all_nodes() {
     let subscribe = redis::cmd("SSUBSCRIBE").arg(&moved).clone();
     let subscribed = timeout(SOON, subscribe.exec_async(&mut connection)).await;
     subscribed.expect("in time").expect("SSUBSCRIBE");
+    for channel in ["plain", "other"] {
+        let subscribe = redis::cmd("SUBSCRIBE").arg(channel).clone();
+        subscribe.exec_async(&mut connection).await.expect("SUBSCRIBE");
+    }
     // A connection that has ended is replaced, and subscribed again, without a command.
     let _: u32 = cluster.ask(2, &["CLIENT", "KILL", "TYPE", "pubsub"]);
     cluster.wait_until("all subscriptions", |cluster, number| {
@@ -367,6 +371,11 @@ async fn subscribes_to_sharded_channels_of_all_nodes() {
         let expected = [1, 1, 2][number];
         channels.iter().chain([&moved]).map(count).sum::<u32>() == expected
     });
+    // No confirmation is taken for the reply to a later command.
+    for number in 0..100 {
+        let () = connection.set(number, number).await.expect("SET");
+        assert_eq!(connection.get::<_, u32>(number).await.expect("GET"), number);
+    }
     for channel in channels.iter().chain([&moved]) {
         let publish = redis::cmd("SPUBLISH").arg(channel).arg("text").clone();
         let receivers: u32 = publish.query_async(&mut connection).await.expect("SPUBLISH");

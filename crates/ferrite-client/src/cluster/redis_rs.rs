@@ -31,9 +31,10 @@ use tokio::time::sleep;
 
 use super::directory::complete_slots;
 use super::lookup::Lookup;
-use super::node::{Node, Nodes};
+use super::node::{Node, Nodes, Open};
 use super::reply::{checked, error_reply, text_of};
 use super::route::{begins_with, is_word};
+use crate::subscriptions::{Effect, effect, names};
 
 /// How long a node may take to answer CLUSTER SLOTS before another node is asked, too.
 const SLOTS_TIMEOUT: Duration = Duration::from_millis(100);
@@ -56,6 +57,18 @@ impl Connect for Node {
 }
 
 impl Node {
+    /// Runs commands as one pipeline.
+    async fn run_all(&self, open: Open, commands: &[Cmd]) -> RedisResult<Vec<Value>> {
+        let mut pipeline = Pipeline::with_capacity(commands.len());
+        for command in commands {
+            pipeline.add_command(command.clone());
+        }
+        let send = async |mut it: MultiplexedConnection| {
+            it.req_packed_commands(&pipeline, 0, commands.len()).await
+        };
+        Ok(self.run(open, send).await?)
+    }
+
     /// Answers a lookup: with the number of this node, or with an error after which redis-rs asks
     /// for the slots or another node.
     fn answer(&self, lookup: &Lookup) -> RedisResult<Value> {
@@ -127,6 +140,17 @@ impl Node {
     }
 }
 
+/// Returns a command of subscriptions as several with one name each. After a reconnect, redis-rs
+/// sends one command with all names of a node. But the server confirms each name, and redis-rs
+/// would take the second confirmation for the reply to the next command. Sharded channels of
+/// several slots would be an error.
+fn names_of_subscriptions(command: &Cmd) -> Vec<Cmd> {
+    match effect(command) {
+        Some(Effect::Subscribe(_) | Effect::Unsubscribe(_)) => names(command),
+        _ => Vec::new(),
+    }
+}
+
 /// What redis-rs uses: lookups, checks, CLUSTER SLOTS, and commands that have no key of their own.
 impl ConnectionLike for Node {
     fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, Value> {
@@ -141,6 +165,15 @@ impl ConnectionLike for Node {
             if is_word(cmd, "ASKING") {
                 self.is_asking = true;
                 return self.check().map(|()| Value::Okay);
+            }
+            let subscriptions = names_of_subscriptions(cmd);
+            if subscriptions.len() > 1 {
+                let open = self.open().await?;
+                let replies = self.run_all(open, &subscriptions).await?;
+                let error = replies.iter().position(|it| matches!(it, Value::ServerError(_)));
+                let last = replies.len().saturating_sub(1);
+                let reply = replies.into_iter().nth(error.unwrap_or(last));
+                return Ok(checked(reply.unwrap_or(Value::Nil), &self.inner.host));
             }
             let open = self.open().await?;
             let reply = if std::mem::take(&mut self.is_asking) {
