@@ -48,6 +48,18 @@ fn is_reset(socket: &mut TcpStream) -> bool {
     matches!(socket.read(&mut [0]), Err(error) if error.kind() == ErrorKind::ConnectionReset)
 }
 
+/// Sends a PING. Keeps a client that gets a reply, and returns whether it is one.
+fn is_served(clients: &mut Vec<TcpStream>, mut client: TcpStream) -> bool {
+    let ping = client.write_all(b"PING\r\n").and_then(|()| client.read_exact(&mut [0; 7]));
+    let Err(error) = ping else {
+        clients.push(client);
+        return true;
+    };
+    let resets = [ErrorKind::ConnectionReset, ErrorKind::BrokenPipe];
+    assert!(resets.contains(&error.kind()), "neither a reply nor a reset: {error}");
+    false
+}
+
 /// Connects a program of host 1 to host 2. Returns whether the engine there replies.
 fn is_carried(group: &Group) -> bool {
     let mut program = group.connect(1, 2, 7001);
@@ -161,7 +173,12 @@ fn clients_that_use_all_streams_do_not_block_the_bus() {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    assert!(is_reset(&mut group.connect(1, 2, 7001)), "one client too many");
+    // Both agents may have opened a link at the same time. Then a few streams may be on the link that
+    // ends, and the other link has room for as many more.
+    while is_served(&mut clients, group.connect(1, 2, 7001)) {
+        assert!(clients.len() < 4500, "there is no limit");
+        std::thread::sleep(Duration::from_millis(2));
+    }
     let limit = "agent_connections_refused_total{cause=\"limit\"";
     assert!(sum(&group.scrape(1), limit, "") > 0.0);
     for _ in 0..10 {

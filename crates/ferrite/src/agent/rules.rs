@@ -2,8 +2,8 @@
 //!
 //! The kernel removes the rules when their owner ends (`flags owner`), so that a dead agent does
 //! not cut off its host. The owner is a child process, `nft -i`, which ends at the end of its
-//! input. Its input is a pipe that the agent writes to. If the agent ends for any reason, the pipe
-//! is closed, `nft` ends and the rules are removed.
+//! input. A second child, [`RELAY`], passes the agent's commands on to it. If the agent ends for any
+//! reason, the relay's input ends, then the relay and `nft` end, and the rules are removed.
 //!
 //! While a new agent takes over from an old one that drains, both have rules. So each process has a
 //! table of its own.
@@ -23,6 +23,10 @@ use super::host_setup::find_program;
 
 /// How long nft may take for its answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// Passes its input on, and ends 50 ms after its input. When the agent is killed, the kernel resets
+/// the redirected connections. It translates the addresses of these resets only while the rules
+/// exist. Without a pause, a program would ignore a late reset and wait for ever.
+const RELAY: &str = "cat; exec sleep 0.05";
 /// The pause before the rules are set again, after their owner has ended.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -46,6 +50,7 @@ pub(super) struct Rules {
 #[derive(Debug)]
 struct Owner {
     child: Child,
+    /// The input of the relay.
     input: ChildStdin,
     output: Lines<BufReader<ChildStdout>>,
     errors: ChildStderr,
@@ -138,18 +143,27 @@ impl Rules {
 impl Owner {
     async fn start(redirection: &Redirection) -> anyhow::Result<Self> {
         let nft = find_program("nft").context("cannot find nft, of the package nftables")?;
+        let mut relay = Command::new("/bin/sh")
+            .args(["-c", RELAY])
+            .process_group(0) // signals of the terminal are for the agent
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot run /bin/sh")?;
+        let (Some(input), Some(commands)) = (relay.stdin.take(), relay.stdout.take()) else {
+            bail!("the relay of nft has no pipes");
+        };
+        let commands: Stdio = commands.try_into().context("cannot pass a pipe on to nft")?;
         let mut child = Command::new(&nft)
             .arg("-i")
-            .process_group(0) // signals of the terminal are for the agent
+            .process_group(0)
             .kill_on_drop(true)
-            .stdin(Stdio::piped())
+            .stdin(commands)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .with_context(|| format!("cannot run {}", nft.display()))?;
-        let (Some(input), Some(output), Some(errors)) =
-            (child.stdin.take(), child.stdout.take(), child.stderr.take())
-        else {
+        let (Some(output), Some(errors)) = (child.stdout.take(), child.stderr.take()) else {
             bail!("nft has no pipes");
         };
         let output = BufReader::new(output).lines();
