@@ -44,14 +44,14 @@ mod transparent;
 
 use std::future::Future;
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use ferrite_config::ports::PortSet;
 use ferrite_fabric::{Error, Fabric, Listener};
-use tokio::net::{TcpListener, TcpSocket};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -93,6 +93,8 @@ pub struct LocalListeners {
     aliases: Vec<(Arc<Peer>, TcpListener)>,
     /// In transparent mode, the listener for redirected connections.
     redirected: Option<TcpListener>,
+    /// Connections of programs that were redirected before [`Agent::serve`], and their sources.
+    early: Vec<(TcpStream, SocketAddr)>,
 }
 
 /// What the tasks of an agent share.
@@ -156,8 +158,8 @@ impl Agent {
     /// Returns the address that cannot be listened on, with the system's error.
     pub fn listen(&self) -> Result<LocalListeners, (SocketAddr, io::Error)> {
         if self.shared.is_transparent() {
-            let redirected = Some(listen_at((Ipv4Addr::LOCALHOST, 0).into())?);
-            return Ok(LocalListeners { aliases: Vec::new(), redirected });
+            let redirected = Some(transparent::listen()?);
+            return Ok(LocalListeners { aliases: Vec::new(), redirected, early: Vec::new() });
         }
         let mut aliases = Vec::new();
         for peer in self.shared.peers.configured() {
@@ -166,7 +168,7 @@ impl Agent {
                 aliases.push((Arc::clone(&peer), listener));
             }
         }
-        Ok(LocalListeners { aliases, redirected: None })
+        Ok(LocalListeners { aliases, redirected: None, early: Vec::new() })
     }
 
     /// Carries connections until `end` is ready, or a listener for links fails. Then accepts
@@ -188,7 +190,7 @@ impl Agent {
             local.spawn(local::accept(Arc::clone(&self.shared), peer, listener));
         }
         if let Some(listener) = programs.redirected {
-            local.spawn(transparent::accept(Arc::clone(&self.shared), listener));
+            local.spawn(transparent::accept(Arc::clone(&self.shared), listener, programs.early));
         }
         let mut accepting = JoinSet::new();
         for listener in listeners {

@@ -169,7 +169,7 @@ async fn serve_in_runtime<C: Control>(
     let fabric = open_fabric(values, &fabric_config, open)?;
     tokio::spawn(fabric.drive());
     let agent = Agent::new(fabric.clone(), config.clone()).map_err(WrongSettings)?;
-    let programs = agent.listen().map_err(|(address, error)| cannot_listen(address, &error))?;
+    let mut programs = agent.listen().map_err(|(address, error)| cannot_listen(address, &error))?;
     let listeners = listen.iter().map(|at| {
         let options = ListenOptions::new().rdma(rdma);
         let options = match &config.tls {
@@ -181,7 +181,7 @@ async fn serve_in_runtime<C: Control>(
     });
     let listeners = listeners.collect::<anyhow::Result<Vec<Listener>>>()?;
     let handle = agent.handle();
-    let mut redirecting = transparent::redirect(&agent, &programs, config).await?;
+    let mut redirecting = transparent::redirect(&agent, &mut programs, config).await?;
     let admin = admin::start(values, || {
         let (fabric, agent) = (fabric.clone(), handle.clone());
         Arc::new(AgentAdmin { fabric, agent, engine: setup.engine.clone() })

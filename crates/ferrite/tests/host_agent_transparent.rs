@@ -14,6 +14,7 @@ mod metrics {
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Output};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use agent::harness::{Group, NETWORK_ADMIN, PASSWORD, sum};
@@ -121,6 +122,32 @@ fn host_without_an_agent_is_not_reached_if_direct_connections_are_refused() {
     assert!(is_reset(&mut group.connect(1, 3, 7001)));
     assert!(direct(&group, 1) == 0.0);
     group.assert_only_links(true);
+}
+
+/// The rules take effect before the agent accepts connections.
+#[test]
+fn starts_while_programs_connect() {
+    let Some(mut group) = group(2, &[]) else { return };
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    let mut agents = std::mem::take(&mut group.agents);
+    let (hosts, has_ended) = (&group.hosts, AtomicBool::new(false));
+    let address = (hosts.ip(2), 7001);
+    let dial = || {
+        while !has_ended.load(Ordering::Relaxed) {
+            drop(TcpStream::connect((address.0.as_str(), address.1)));
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| hosts.within(1, dial));
+        for _ in 0..3 {
+            drop(agents.remove(0));
+            agents.insert(0, group.start_agent(1, 2));
+            until(TIMEOUT, "a link", || hosts.within(1, || agents[0].get("/ready").0 == 200));
+        }
+        has_ended.store(true, Ordering::Relaxed);
+    });
+    group.agents = agents;
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
 }
 
 /// Kills the agent of a replica's host. The rules end with it.

@@ -101,7 +101,7 @@ pub static AGENT_CERTIFICATE: Setting = setting(
     "The certificate of this agent with its chain, in PEM. With this setting, `tls-key-file` and \
      `tls-ca-cert-file`, agents authenticate each other by TLS, and each pair of hosts needs one \
      link instead of two. Links begin over TCP with TLS. Payload over RDMA is not encrypted; \
-     `rdma forbid` encrypts everything.",
+     `rdma forbid` together with `direct refuse` encrypts everything.",
 )
 .of(AGENT);
 

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,33 +11,59 @@ use ferrite_fabric::LogLimit;
 use ferrite_proto::mux::Route;
 use rustix::net::sockopt::ip_original_dst;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::local::{carry, join_directly, pause_after};
 use super::marks::{DELIVERY_MARK, DIRECT_MARK, connect_directly, delivery_socket, direct_socket};
 use super::socket::LocalSocket;
 use super::stats::add;
-use super::{Agent, LocalListeners, Shared};
+use super::{Agent, LocalListeners, Shared, listen_at};
 
 /// How long a check may take. It is a connection within this host.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Accepts redirected connections, for ever.
-pub(super) async fn accept(shared: Arc<Shared>, listener: TcpListener) {
+/// The ports that the listener for redirected connections prefers. Only privileged processes can
+/// listen there. When an agent was killed, the rules stay for a moment. At another port, any user
+/// of the host could then accept the connections of programs, and receive their passwords.
+const PRIVILEGED_PORTS: RangeInclusive<u16> = 1002..=1009;
+
+/// Listens for redirected connections.
+pub(super) fn listen() -> Result<TcpListener, (SocketAddr, io::Error)> {
+    let mut ports = PRIVILEGED_PORTS.chain([0]);
+    loop {
+        let port = ports.next().unwrap_or(0);
+        match listen_at((Ipv4Addr::LOCALHOST, port).into()) {
+            Err(_) if port != 0 => {}
+            listener => return listener,
+        }
+    }
+}
+
+/// Accepts redirected connections, for ever, after those that were accepted `early`.
+pub(super) async fn accept(
+    shared: Arc<Shared>,
+    listener: TcpListener,
+    early: Vec<(TcpStream, SocketAddr)>,
+) {
     let Ok(own) = listener.local_addr() else { return };
+    for (socket, source) in early {
+        carry_redirected(&shared, own, socket, source);
+    }
     loop {
         match listener.accept().await {
-            Ok((socket, source)) => {
-                // If nothing carries the connection, dropping the `LocalSocket` resets it.
-                let destination = original_destination(&socket);
-                let socket = LocalSocket::new(socket);
-                match destination.filter(|destination| *destination != own) {
-                    Some(destination) => begin(&shared, socket, Route { destination, source }),
-                    None => refuse_own(&shared, source),
-                }
-            }
+            Ok((socket, source)) => carry_redirected(&shared, own, socket, source),
             Err(error) => pause_after(&error, own).await,
         }
+    }
+}
+
+fn carry_redirected(shared: &Arc<Shared>, own: SocketAddr, socket: TcpStream, source: SocketAddr) {
+    // If nothing carries the connection, dropping the `LocalSocket` resets it.
+    let destination = original_destination(&socket);
+    let socket = LocalSocket::new(socket);
+    match destination.filter(|destination| *destination != own) {
+        Some(destination) => begin(shared, socket, Route { destination, source }),
+        None => refuse_own(shared, source),
     }
 }
 
@@ -124,12 +151,15 @@ impl Agent {
     }
 
     /// Checks that the rules redirect a connection of a program, but no connection that has a mark.
-    /// The connections of the check do not leave this host.
+    /// The connections of the check do not leave this host. Programs may connect to peers meanwhile:
+    /// [`Agent::serve`] carries their connections.
     ///
     /// # Errors
     /// Returns what the rules do instead.
-    pub async fn check_redirection(&self, listeners: &LocalListeners) -> Result<(), String> {
-        let Some(listener) = &listeners.redirected else { return Ok(()) };
+    pub async fn check_redirection(&self, listeners: &mut LocalListeners) -> Result<(), String> {
+        let LocalListeners { redirected: Some(listener), early, .. } = listeners else {
+            return Ok(());
+        };
         let (Some(ip), Some(port)) =
             (self.shared.peers.any_address(), self.shared.peers.any_redirected_port())
         else {
@@ -143,16 +173,25 @@ impl Agent {
         for mark in [DELIVERY_MARK, DIRECT_MARK] {
             marked.push(dial_on_loopback(Some(mark), destination).map_err(failed)?);
         }
+        let sources: Result<Vec<_>, _> = marked.iter().map(source_of).collect();
+        let of_marked = sources.map_err(failed)?;
         let program = dial_on_loopback(None, destination).map_err(failed)?;
-        let expected = local_port(&program).map_err(failed)?;
-        let late = |_| Err(io::ErrorKind::TimedOut.into());
-        let accepted = timeout(CHECK_TIMEOUT, listener.accept()).await.unwrap_or_else(late);
-        let (socket, source) = accepted.map_err(|error| {
-            format!("the rules do not redirect connections to {destination}: {error}")
-        })?;
-        if source.port() != expected {
-            return Err("the rules redirect the agent's own connections".into());
-        }
+        let expected = source_of(&program).map_err(failed)?;
+        let deadline = Instant::now() + CHECK_TIMEOUT;
+        let socket = loop {
+            let late = |_| Err(io::ErrorKind::TimedOut.into());
+            let accepted = timeout_at(deadline, listener.accept()).await.unwrap_or_else(late);
+            let (socket, source) = accepted.map_err(|error| {
+                format!("the rules do not redirect connections to {destination}: {error}")
+            })?;
+            if source == expected {
+                break socket;
+            }
+            if of_marked.contains(&source) {
+                return Err("the rules redirect the agent's own connections".into());
+            }
+            early.push((socket, source));
+        };
         match original_destination(&socket) {
             Some(original) if original == SocketAddr::V4(destination) => Ok(()),
             original => {
@@ -184,7 +223,7 @@ fn dial_on_loopback(mark: Option<u32>, to: SocketAddrV4) -> io::Result<socket2::
     }
 }
 
-fn local_port(socket: &socket2::Socket) -> io::Result<u16> {
-    let address = socket.local_addr()?.as_socket_ipv4();
-    Ok(address.unwrap_or(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0)).port())
+fn source_of(socket: &socket2::Socket) -> io::Result<SocketAddr> {
+    let address = socket.local_addr()?.as_socket();
+    address.ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
 }

@@ -15,7 +15,8 @@ pub(super) fn warn_of_clear_text(values: &Values, config: &AgentConfig, rdma: Rd
     if config.tls.is_some() && rdma != Rdma::Forbid {
         tracing::warn!(
             "agents authenticate each other, but data over RDMA is not encrypted: anyone who can \
-             capture packets in the network can read it. With rdma forbid, all data is encrypted"
+             capture packets in the network can read it. With rdma forbid and direct refuse, all \
+             data is encrypted"
         );
     }
     if values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {

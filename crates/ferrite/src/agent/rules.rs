@@ -8,7 +8,9 @@
 //! While a new agent takes over from an old one that drains, both have rules. So each process has a
 //! table of its own.
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::process::Stdio;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -57,9 +59,14 @@ struct Owner {
 }
 
 impl Redirection {
-    /// Returns the name of the table: one for each process.
-    fn table() -> String {
-        format!("ferrite_{}", std::process::id())
+    /// Returns the name of the table: one for each process. Processes in containers that share the
+    /// network of the host often have the same number.
+    fn table() -> &'static str {
+        static NAME: LazyLock<String> = LazyLock::new(|| {
+            let random = RandomState::new().hash_one(std::process::id());
+            format!("ferrite_{}_{random:016x}", std::process::id())
+        });
+        &NAME
     }
 
     /// Returns the last rule, as nft lists it.
@@ -214,10 +221,11 @@ fn is_same_rule(listed: &str, rule: &str) -> bool {
     listed.starts_with(&begin) && listed.contains(&end) && target(&listed) == target(&rule)
 }
 
-/// Returns the first line of an error, which names the cause.
+/// Returns the line of an error that names the cause.
 fn one_line(error: &[u8]) -> String {
     let text = String::from_utf8_lossy(error);
-    text.lines().next().unwrap_or_default().trim().to_owned()
+    let mut lines = text.lines().map(str::trim).filter(|line| !matches!(*line, "" | "Error:"));
+    lines.next().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]

@@ -62,7 +62,7 @@ pub(super) fn config(
 /// In transparent mode, prepares the host and redirects connections to the agent.
 pub(super) async fn redirect(
     agent: &Agent,
-    programs: &LocalListeners,
+    programs: &mut LocalListeners,
     config: &AgentConfig,
 ) -> anyhow::Result<Option<Rules>> {
     let (Some(Transparent { networks, redirected, .. }), Some(to)) =

@@ -346,9 +346,8 @@ impl Poller {
                 let what = format!("{peer} hung up before its link was resumed");
                 return Err(Error::new(ErrorKind::LinkDown, what));
             }
-            let sought = theirs.resume.map(|resume| match self.find_lost(shared, id, &resume) {
-                LostLink::Found(link, _) if !greeting.is_from_peer_of(&link) => LostLink::Unknown,
-                sought => sought,
+            let sought = theirs.resume.map(|resume| {
+                self.find_lost(shared, id, &resume, |link| greeting.is_from_peer_of(link))
             });
             let no = if let Some(sought) = &sought {
                 match sought {

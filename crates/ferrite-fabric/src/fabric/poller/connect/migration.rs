@@ -210,11 +210,20 @@ impl Poller {
     }
 
     /// Finds the link that a peer wants to resume over `socket`.
-    pub(super) fn find_lost(&mut self, shared: &Shared, socket: u64, resume: &Resume) -> LostLink {
+    pub(super) fn find_lost(
+        &mut self,
+        shared: &Shared,
+        socket: u64,
+        resume: &Resume,
+        is_from_peer_of: impl FnOnce(&LinkShared) -> bool,
+    ) -> LostLink {
         let name = self.sessions.get(&resume.yours).copied();
         let Some(link) = name.and_then(|name| self.link_named(shared, name)) else {
             return LostLink::Unknown;
         };
+        if !is_from_peer_of(&link) {
+            return LostLink::Unknown; // before the link's own path is given up
+        }
         let known = link.with_wakes(&mut self.wakes, |state, _, _| {
             let other = state.core.peer().session != resume.mine;
             if other || state.core.transport() == ActiveTransport::Tcp || state.tcp.is_some() {
