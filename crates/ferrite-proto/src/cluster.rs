@@ -82,7 +82,15 @@ impl Redirect {
 
 /// Returns whether a text may be the name or the address of a host: a client prints it, and
 /// connects to it. An IPv6 address may have a scope, such as `fe80::1%eth0`.
-fn is_host(text: &str) -> bool {
+///
+/// ```
+/// use ferrite_proto::cluster::is_host;
+///
+/// assert!(is_host("db.example") && is_host("2001:db8::1"));
+/// assert!(!is_host("") && !is_host("?") && !is_host("a/b"));
+/// ```
+#[must_use]
+pub fn is_host(text: &str) -> bool {
     let is_known = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%".contains(&byte);
     (1..=HOST_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_known)
 }
