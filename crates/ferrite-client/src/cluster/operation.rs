@@ -17,7 +17,7 @@ use redis::{Cmd, ErrorKind, RedisError, RedisResult, RetryMethod, ServerErrorKin
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::lookup::Lookup;
-use super::node::{Asking, Node, Nodes};
+use super::node::{Asking, Node, Nodes, Refresh};
 use super::pending::{Pending, Replies, Target, sort_out};
 use super::reply::{Unserved, unserved};
 
@@ -90,10 +90,14 @@ impl<'a> Operation<'a> {
         };
         // redis-rs decides anew for each command which replica serves it.
         let noted = route.filter(|_| !self.nodes.shared.reads_replicas);
-        let lookup = match target {
-            Target::Known => Lookup::Known,
+        // Ends with this function, or when the caller gives up.
+        let refresh = match target {
             Target::Refreshed => self.nodes.refresh(),
+            _ => None,
+        };
+        let lookup = match target {
             Target::Redirected(redirect) => Lookup::Redirected(redirect.clone()),
+            _ => refresh.as_ref().map_or(Lookup::Known, Refresh::lookup),
         };
         match noted {
             Some(route) if lookup == Lookup::Known => {
@@ -117,9 +121,7 @@ impl<'a> Operation<'a> {
             }
             inner.route_pipeline(ask, 0, 1, routing.clone()).await
         };
-        let found = timeout_at(self.deadline, found).await;
-        self.nodes.end_lookup(&lookup);
-        let found = found.map_err(|_| self.late())??;
+        let found = timeout_at(self.deadline, found).await.map_err(|_| self.late())??;
         let number = match found[..] {
             [Value::Int(number)] => u64::try_from(number).ok(),
             _ => None,
