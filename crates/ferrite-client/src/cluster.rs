@@ -31,6 +31,7 @@ mod directory;
 mod lookup;
 mod node;
 mod operation;
+mod pending;
 mod redis_rs;
 mod reply;
 mod route;

@@ -136,13 +136,20 @@ async fn transactions_follow_redirects_as_a_whole() {
         assert_eq!(run(&mut connection).await, (4, 4));
 
         // Only one key has moved, so no node can run it until the other has moved, too (TRYAGAIN).
+        let has_tried = |cluster: &Cluster| {
+            [from, to].iter().any(|node| {
+                let errors: String = cluster.ask(*node, &["INFO", "errorstats"]);
+                errors.contains("errorstat_TRYAGAIN")
+            })
+        };
+        assert!(!has_tried(&cluster));
         cluster.begin_move(slot, from, to);
         cluster.move_keys(slot, from, to, 1);
         let waiting = tokio::spawn({
             let mut connection = connection.clone();
             async move { transaction(&keys).query_async::<(u32, u32)>(&mut connection).await }
         });
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        cluster.wait_until("TRYAGAIN", |cluster, _| has_tried(cluster));
         assert!(!waiting.is_finished());
         cluster.move_slot(slot, from, to);
         let waited = timeout(SOON, waiting).await.expect("in time").expect("no panic");

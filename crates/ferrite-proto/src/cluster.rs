@@ -3,7 +3,7 @@
 //!
 //! Replies come from servers, which are not trusted: a part without the expected form is skipped.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
 
 use crate::resp::Value;
@@ -82,7 +82,15 @@ impl Redirect {
 
 /// Returns whether a text may be the name or the address of a host: a client prints it, and
 /// connects to it. An IPv6 address may have a scope, such as `fe80::1%eth0`.
-fn is_host(text: &str) -> bool {
+///
+/// ```
+/// use ferrite_proto::cluster::is_host;
+///
+/// assert!(is_host("db.example") && is_host("2001:db8::1"));
+/// assert!(!is_host("") && !is_host("?") && !is_host("a/b"));
+/// ```
+#[must_use]
+pub fn is_host(text: &str) -> bool {
     let is_known = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%".contains(&byte);
     (1..=HOST_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_known)
 }
@@ -152,17 +160,15 @@ impl SlotMap {
         let places: HashMap<&str, usize> =
             self.primaries().iter().enumerate().map(|(at, node)| (node.id.as_str(), at)).collect();
         let mut by_slot = vec![None; usize::from(SLOTS)];
-        // The number of slots without a range: a hostile reply may repeat ranges without end.
-        let mut left = by_slot.len();
+        // Each slot is visited once: a hostile reply may repeat ranges without end.
+        let mut free: BTreeSet<u16> = (0..SLOTS).collect();
         for (first, last, nodes) in &self.ranges {
             let place = nodes.first().and_then(|node| places.get(node.id.as_str()));
-            if left == 0 {
-                break;
-            }
-            let range = usize::from(*first)..=usize::from(*last).min(by_slot.len() - 1);
-            for slot in by_slot.get_mut(range).unwrap_or_default() {
-                left -= usize::from(slot.is_none() && place.is_some());
-                *slot = slot.or(place.copied());
+            let mut next = *first;
+            while let Some(slot) = free.range(next..).next().filter(|slot| *slot <= last).copied() {
+                free.remove(&slot);
+                by_slot[usize::from(slot)] = place.copied();
+                next = slot;
             }
         }
         by_slot
@@ -233,6 +239,8 @@ fn text<'a>(value: &Value<'a>) -> Option<&'a str> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     /// Returns the bytes of a reply. Its lines are separated by spaces.
@@ -319,6 +327,22 @@ mod tests {
             let map = SlotMap::parse(&Value::parse(&bytes).expect("valid RESP"), "asked");
             assert_eq!(map, Some(SlotMap::default()), "{odd}");
         }
+    }
+
+    /// No slot is visited for each of many equal ranges, although a slot is free to the end.
+    #[test]
+    fn repeated_ranges_cost_little() {
+        let node = |id: &str| Node { id: id.into(), host: "h".into(), port: 1 };
+        let mut ranges = vec![(1, 9, vec![node("a")]), (9, 8, vec![node("c")])];
+        ranges.resize(200_000, (1, u16::MAX, vec![node("b")]));
+        let start = Instant::now();
+        let places = SlotMap { ranges }.primary_places();
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+        assert_eq!(places.len(), 16384);
+        assert_eq!(
+            [0, 1, 9, 10, 16383].map(|slot: usize| places[slot]),
+            [None, Some(0), Some(0), Some(2), Some(2)]
+        );
     }
 
     #[test]

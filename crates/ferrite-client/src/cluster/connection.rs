@@ -18,7 +18,8 @@ use tokio::time::sleep;
 
 use super::directory::NodeTransport;
 use super::node::{NO_PROGRESS, Node, Nodes};
-use super::operation::{Operation, Pending, Target};
+use super::operation::Operation;
+use super::pending::{Pending, Target};
 use super::reply::{error_reply, error_text};
 use super::route::{begins_with, is_word, slot_of};
 use crate::client::current_runtime;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ferrite_fabric::Fallback;
+use ferrite_proto::cluster::is_host;
 use ferrite_session::{Host, SessionTransport, TransportObserver};
 use redis::Value;
 
@@ -196,24 +197,41 @@ fn key(host: &Host) -> Address {
 }
 
 /// Puts the host that was asked in place of an empty, null or wildcard host in a reply to CLUSTER
-/// SLOTS: redis-rs may take the reply for that of another node.
+/// SLOTS: redis-rs may take the reply for that of another node. Leaves out nodes whose host is
+/// invalid, to which redis-rs would connect.
 pub(super) fn complete_slots(slots: &mut Value, from: &Host) {
     let Value::Array(ranges) = slots else { return };
-    let nodes = ranges.iter_mut().filter_map(|range| match range {
-        Value::Array(range) => range.get_mut(2..),
-        _ => None,
-    });
-    for node in nodes.flatten() {
-        let Value::Array(node) = node else { continue };
-        let Some(name) = node.first_mut() else { continue };
-        let is_own = match &*name {
-            Value::Nil => true,
-            name => text(name).is_some_and(means_asked_host),
-        };
-        if is_own {
-            *name = Value::BulkString(from.name.clone().into_bytes());
-        }
+    for range in ranges {
+        let Value::Array(range) = range else { continue };
+        let mut place = 0;
+        range.retain_mut(|part| {
+            place += 1;
+            // The first two parts are slots.
+            place <= 2 || complete_node(part, from)
+        });
     }
+}
+
+/// Completes the host of a node, and returns whether it is valid.
+fn complete_node(node: &mut Value, from: &Host) -> bool {
+    let Value::Array(node) = node else { return false };
+    let Some(name) = node.first_mut() else { return false };
+    let Some(host) = host_of(name, from) else { return false };
+    *name = Value::BulkString(host.into());
+    true
+}
+
+/// Returns the host of a node in a reply to CLUSTER SLOTS; `None` if it is unknown (`?`) or
+/// invalid. An empty host, a null or a wildcard address stands for the host that was asked.
+fn host_of(name: &Value, from: &Host) -> Option<String> {
+    let name = match name {
+        Value::Nil => "",
+        name => text(name)?,
+    };
+    if means_asked_host(name) {
+        return Some(from.name.clone());
+    }
+    is_host(name).then(|| name.to_owned())
 }
 
 /// Returns whether a host stands for the host that was asked.
@@ -221,16 +239,11 @@ fn means_asked_host(name: &str) -> bool {
     name.is_empty() || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
 }
 
-/// Returns address and id of a node in a reply to CLUSTER SLOTS, by the same rules as redis-rs: an
-/// empty host, a null or a wildcard address stands for the host that was asked.
+/// Returns address and id of a node in a reply to CLUSTER SLOTS.
 fn named_node(node: &[Value], from: &Host) -> Option<(Address, String)> {
     let [name, Value::Int(port), id, ..] = node else { return None };
-    let name = match name {
-        Value::Nil => String::new(),
-        name => text(name)?.to_owned(),
-    };
-    let name = if means_asked_host(&name) { from.name.clone() } else { name };
-    Some(((name, u16::try_from(*port).ok()?), text(id)?.to_owned()))
+    let address = (host_of(name, from)?, u16::try_from(*port).ok()?);
+    Some((address, text(id)?.to_owned()))
 }
 
 /// A row of FERRITE ENDPOINTS. Only RDMA endpoints are of interest.
@@ -377,6 +390,21 @@ mod tests {
         let mut odd = parsed("*2 *1 :0 $-1 ");
         complete_slots(&mut odd, &host("10.0.0.2", 2));
         assert_eq!(odd, parsed("*2 *1 :0 $-1 "));
+    }
+
+    #[test]
+    fn leaves_out_nodes_with_invalid_hosts() {
+        let asked = host("10.0.0.2", 2);
+        let mut slots = parsed(
+            "*2 *5 :0 :9 *3 $1 ? :1 $1 a *3 $8 10.0.0.1 :2 $1 b *3 $3 a\x1bb :3 $1 c \
+             *4 :10 :19 *3 $3 a/b :4 $1 d *3 $3 h\u{e9} :5 $1 e ",
+        );
+        let mut directory = Directory::default();
+        directory.note_slots(&slots, &asked);
+        let known: Vec<_> = directory.ids.values().collect();
+        assert_eq!(known, ["b"]);
+        complete_slots(&mut slots, &asked);
+        assert_eq!(slots, parsed("*2 *3 :0 :9 *3 $8 10.0.0.1 :2 $1 b *2 :10 :19 "));
     }
 
     #[test]

@@ -110,30 +110,23 @@ impl Nodes {
         lock(&self.known).by_route.remove(&route);
     }
 
-    /// Returns the lookup after which redis-rs asks for the slots, or one without that if redis-rs
-    /// was asked a short time ago.
-    pub(super) fn refresh(&self) -> Lookup {
+    /// Makes redis-rs ask for the slots at a lookup. Returns `None` if it was asked a short time
+    /// ago.
+    pub(super) fn refresh(&self) -> Option<Refresh<'_>> {
         let mut known = lock(&self.known);
         if known.last_refresh.is_some_and(|last| last.elapsed() < REFRESH_PAUSE) {
-            return Lookup::Known;
+            return None;
         }
         let number = next_number();
         known.last_refresh = Some(Instant::now());
         known.refreshes.insert(number);
-        Lookup::Refresh(number)
+        Some(Refresh { nodes: self, number })
     }
 
-    /// Returns whether redis-rs must ask for the slots, once for each lookup of
-    /// [`Nodes::refresh`].
+    /// Returns whether redis-rs must ask for the slots, once for each number of a
+    /// [`Refresh`].
     pub(super) fn begins_refresh(&self, number: u64) -> bool {
         lock(&self.known).refreshes.remove(&number)
-    }
-
-    /// Forgets a lookup of [`Nodes::refresh`] that is over, whether or not redis-rs has asked.
-    pub(super) fn end_lookup(&self, lookup: &Lookup) {
-        if let Lookup::Refresh(number) = lookup {
-            lock(&self.known).refreshes.remove(number);
-        }
     }
 
     /// Returns the nodes whose connections are open, and then those that are being opened.
@@ -143,6 +136,25 @@ impl Nodes {
         nodes.retain(Node::is_usable);
         nodes.sort_by_key(|node| !node.is_open());
         nodes
+    }
+}
+
+/// A request for the slots. It is over when its caller drops it, whether or not redis-rs has asked.
+pub(super) struct Refresh<'a> {
+    nodes: &'a Nodes,
+    number: u64,
+}
+
+impl Refresh<'_> {
+    /// Returns the lookup at which redis-rs asks for the slots.
+    pub(super) fn lookup(&self) -> Lookup {
+        Lookup::Refresh(self.number)
+    }
+}
+
+impl Drop for Refresh<'_> {
+    fn drop(&mut self) {
+        lock(&self.nodes.known).refreshes.remove(&self.number);
     }
 }
 
@@ -372,5 +384,32 @@ impl Node {
 impl From<NoReply> for RedisError {
     fn from(no_reply: NoReply) -> Self {
         no_reply.error
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ClientBuilder;
+
+    #[tokio::test]
+    async fn requests_for_the_slots_end_with_their_callers() {
+        let client = ClientBuilder::open("redis://127.0.0.1:1").expect("a valid URL").build();
+        let nodes = Nodes::new(Shared::new(client, Duration::ZERO, false));
+        let waiting = async {
+            let refresh = nodes.refresh().expect("the first request");
+            assert!(nodes.refresh().is_none(), "a second request is too early");
+            assert_eq!(refresh.lookup(), Lookup::Refresh(refresh.number));
+            std::future::pending::<()>().await;
+            drop(refresh);
+        };
+        // The caller gives up before redis-rs has seen the lookup.
+        assert!(tokio::time::timeout(Duration::ZERO, waiting).await.is_err());
+        assert!(lock(&nodes.known).refreshes.is_empty());
+
+        lock(&nodes.known).last_refresh = None;
+        let refresh = nodes.refresh().expect("a request after the pause");
+        assert!(nodes.begins_refresh(refresh.number));
+        assert!(!nodes.begins_refresh(refresh.number), "redis-rs asks once");
     }
 }

@@ -11,14 +11,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::time::Duration;
 
-use ferrite_proto::cluster::Redirect;
 use futures_util::future::join_all;
 use redis::cluster_routing::{Route, SingleNodeRoutingInfo};
 use redis::{Cmd, ErrorKind, RedisError, RedisResult, RetryMethod, ServerErrorKind, Value};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::lookup::Lookup;
-use super::node::{Asking, Node, Nodes};
+use super::node::{Asking, Node, Nodes, Refresh};
+use super::pending::{Pending, Replies, Target, sort_out};
 use super::reply::{Unserved, unserved};
 
 /// The shortest and the longest pause before another attempt.
@@ -27,34 +27,12 @@ const PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(
 const REDIRECTS_MAX: u32 = 3;
 
 type Inner = redis::cluster_async::ClusterConnection<Node>;
-/// Replies and their places in the pipeline.
-pub(super) type Replies = Vec<(usize, Value)>;
 
 /// A command or a pipeline of the user.
 pub(super) struct Operation<'a> {
     inner: &'a Inner,
     nodes: &'a Nodes,
     deadline: Instant,
-}
-
-/// Which node commands are sent to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Target {
-    /// The node that serves the slot, as far as is known.
-    Known,
-    /// The same, after the nodes were asked for the slots.
-    Refreshed,
-    /// The node that a redirect names.
-    Redirected(Redirect),
-}
-
-/// A command of a pipeline without a reply.
-#[derive(Debug, Clone)]
-pub(super) struct Pending<'a> {
-    pub(super) place: usize,
-    pub(super) route: Route,
-    pub(super) command: &'a Cmd,
-    pub(super) target: Target,
 }
 
 /// The pauses between attempts.
@@ -112,10 +90,14 @@ impl<'a> Operation<'a> {
         };
         // redis-rs decides anew for each command which replica serves it.
         let noted = route.filter(|_| !self.nodes.shared.reads_replicas);
-        let lookup = match target {
-            Target::Known => Lookup::Known,
+        // Ends with this function, or when the caller gives up.
+        let refresh = match target {
             Target::Refreshed => self.nodes.refresh(),
+            _ => None,
+        };
+        let lookup = match target {
             Target::Redirected(redirect) => Lookup::Redirected(redirect.clone()),
+            _ => refresh.as_ref().map_or(Lookup::Known, Refresh::lookup),
         };
         match noted {
             Some(route) if lookup == Lookup::Known => {
@@ -139,9 +121,7 @@ impl<'a> Operation<'a> {
             }
             inner.route_pipeline(ask, 0, 1, routing.clone()).await
         };
-        let found = timeout_at(self.deadline, found).await;
-        self.nodes.end_lookup(&lookup);
-        let found = found.map_err(|_| self.late())??;
+        let found = timeout_at(self.deadline, found).await.map_err(|_| self.late())??;
         let number = match found[..] {
             [Value::Int(number)] => u64::try_from(number).ok(),
             _ => None,
@@ -197,7 +177,9 @@ impl<'a> Operation<'a> {
             let routing = SingleNodeRoutingInfo::SpecificNode(pending[0].route);
             match self.attempt(&routing, &target, &commands).await {
                 Ok(replies) => {
-                    pending = self.sort_out(pending, replies, &mut done);
+                    let (served, again) = sort_out(pending, replies, self.is_over());
+                    done.extend(served);
+                    pending = again;
                     if pending.is_empty() {
                         pauses = Pauses::default();
                     }
@@ -230,36 +212,6 @@ impl<'a> Operation<'a> {
         };
         let replies = node.serve(commands, asking, self.deadline).await?;
         Ok(with_reasons(replies, &node))
-    }
-
-    /// Adds the replies of commands that were served to `done`. Returns the other commands, which
-    /// must be sent again.
-    ///
-    /// A node that redirects a command redirects all later commands with that key. If a node could
-    /// not serve a command for another reason, it may have served a later one with the same key. To
-    /// send the first again would then change the order, so its error is the reply.
-    fn sort_out<'c>(
-        &self,
-        sent: Vec<Pending<'c>>,
-        replies: Vec<(Value, Option<Unserved>)>,
-        done: &mut Replies,
-    ) -> Vec<Pending<'c>> {
-        let is_over = self.is_over();
-        let served = sent.iter().zip(&replies).enumerate();
-        let served = served.filter(|(_, (_, (_, why)))| why.is_none());
-        let last_served: HashMap<Route, usize> =
-            served.map(|(index, (pending, _))| (pending.route, index)).collect();
-        let mut again = Vec::new();
-        for (index, (pending, (reply, why))) in sent.into_iter().zip(replies).enumerate() {
-            let is_overtaken = last_served.get(&pending.route).is_some_and(|last| *last > index);
-            match why {
-                Some(why) if !is_over && (why.is_redirect() || !is_overtaken) => {
-                    again.push(Pending { target: why.target(), ..pending });
-                }
-                _ => done.push((pending.place, reply)),
-            }
-        }
-        again
     }
 
     /// Runs commands of any slots. Those of the same node are one pipeline, in their order.
@@ -303,7 +255,11 @@ impl<'a> Operation<'a> {
         let mut done = Vec::new();
         for (sent, replies) in join_all(served).await {
             match replies {
-                Ok(replies) => again.extend(self.sort_out(sent, replies, &mut done)),
+                Ok(replies) => {
+                    let (served, unserved) = sort_out(sent, replies, self.is_over());
+                    done.extend(served);
+                    again.extend(unserved);
+                }
                 Err(why) if self.may_retry(&why.error) => {
                     let refreshed = |it| Pending { target: Target::Refreshed, ..it };
                     again.extend(sent.into_iter().map(refreshed));
@@ -360,21 +316,6 @@ impl<'a> Operation<'a> {
                 Err((error, _)) => return Err(cause(error, last)),
             }
             pauses.wait(&target).await;
-        }
-    }
-}
-
-impl Unserved {
-    fn is_redirect(&self) -> bool {
-        matches!(self, Self::Redirected(_))
-    }
-
-    /// Returns which node may serve the command.
-    fn target(self) -> Target {
-        match self {
-            Self::Redirected(redirect) => Target::Redirected(redirect),
-            Self::TryAgain => Target::Known,
-            Self::NotNow => Target::Refreshed,
         }
     }
 }

@@ -1,14 +1,16 @@
-//! Where the keys of a command are, for pipelines whose commands belong to several slots.
+//! The slot of a command, by its first key or by all its keys.
 //!
-//! redis-rs routes single commands, and pipelines of a single slot. It does not export how it finds
-//! the slot of a command. A command that this file does not know is not grouped with others: it
-//! runs alone, and redis-rs routes it.
+//! redis-rs does not export how it finds the slot of a command. Commands with a slot, alone or in a
+//! pipeline, go to the node of the slot. redis-rs routes the others: those without a key, those
+//! with keys of several slots, and those of [`ROUTED_BY_REDIS_RS`]. The first argument of a command
+//! that this file does not name is taken for its key, as is right for most commands.
 
 use redis::cluster_routing::{Route, SlotAddr};
 use redis::{Arg, Cmd};
 
-/// Commands whose first argument is not a key, or whose keys are not found here.
-const NOT_GROUPED: [&[u8]; 47] = [
+/// Commands without a key, and commands whose keys only redis-rs finds. Their first argument is not
+/// taken for a key.
+const ROUTED_BY_REDIS_RS: [&[u8]; 47] = [
     b"ACL",
     b"ASKING",
     b"AUTH",
@@ -70,8 +72,8 @@ const STREAMS: [&[u8]; 2] = [b"XREAD", b"XREADGROUP"];
 /// Commands that redis-rs splits if their keys belong to several slots.
 const ALL_KEYS: [&[u8]; 6] = [b"MGET", b"DEL", b"EXISTS", b"UNLINK", b"TOUCH", b"WATCH"];
 
-/// Returns the slot of a command. Returns `None` if the command has no key or keys of several
-/// slots, or if this function does not know where its keys are.
+/// Returns the slot of a command. Returns `None` if redis-rs must route the command: it has no key,
+/// keys of several slots, or keys that are not found here.
 pub(super) fn slot_of(command: &Cmd) -> Option<Route> {
     let name = word(command, 0)?.to_ascii_uppercase();
     let is_in = |names: &[&[u8]]| names.contains(&name.as_slice());
@@ -87,7 +89,7 @@ pub(super) fn slot_of(command: &Cmd) -> Option<Route> {
         others.all(|other| other == first).then_some(first)
     };
     match () {
-        () if is_in(&NOT_GROUPED) => None,
+        () if is_in(&ROUTED_BY_REDIS_RS) => None,
         () if is_in(&SECOND) => slot(2),
         () if is_in(&COUNT_FIRST) => slot(2).filter(|_| has_keys(1)),
         () if is_in(&COUNT_SECOND) => slot(3).filter(|_| has_keys(2)),
