@@ -323,7 +323,36 @@ fn settings_of_the_engine_and_of_its_agent_must_fit_together() {
         (
             format!("[network]\nport = 7001\n{CLUSTER}{AGENT}"),
             false,
-            &["4: replication.transport: \"rdma\" needs the engine's port 7001", "7: cluster."],
+            &[
+                "4: replication.transport: \"rdma\" needs the engine's port 7001",
+                "7: cluster.transport: \"rdma\" needs the engine's port 7001",
+                "7: cluster.transport: \"rdma\" needs the port of the engine's cluster bus, 17001,",
+            ],
+        ),
+        (
+            format!("[cluster]\ntransport = \"rdma\"\n{AGENT}[engine]\ncluster-port = 17500"),
+            false,
+            &[
+                "2: cluster.transport: \"rdma\" needs the port of the engine's cluster bus, 17500, in",
+            ],
+        ),
+        (
+            format!(
+                "[cluster]\ntransport = \"rdma\"\n{AGENT}[engine]\ntls-port = 6390\n\
+                 tls-cluster = true"
+            ),
+            false,
+            &[
+                "2: cluster.transport: \"rdma\" needs the port of the engine's cluster bus, 16390, in",
+            ],
+        ),
+        (
+            format!(
+                "{REPLICATION}{AGENT}[network]\nport = 0\n[engine]\ntls-port = 9001\n\
+                 tls-replication = true"
+            ),
+            false,
+            &["2: replication.transport: \"rdma\" needs the engine's port 9001 in agent.ports"],
         ),
         (
             format!("{REPLICATION}{AGENT}[engine]\nreplicaof = \"192.0.3.1 6379\""),
