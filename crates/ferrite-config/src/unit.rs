@@ -76,8 +76,8 @@ impl Unit<'_> {
         let bus_port = self.bus_port().filter(|_| missing.is_empty());
         if let Some(port) = bus_port.filter(|port| !self.ports(true).contains(*port)) {
             let why = format!(
-                "\"rdma\" needs the port of the engine's cluster bus, {port}, in agent.ports, or in \
-                 agent.deliver: otherwise nodes of other hosts cannot reach it over links"
+                "\"rdma\" needs the port of the engine's cluster bus, {port}, in agent.ports, or \
+                 in agent.deliver: otherwise nodes of other hosts cannot reach it over links"
             );
             wrong.push((&table::CLUSTER_TRANSPORT, why));
         }
