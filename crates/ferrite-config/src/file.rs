@@ -16,6 +16,9 @@ use crate::values::{Origin, Values};
 /// Sections that also accept the names that other RDMA software uses.
 const ALIAS_SECTIONS: [&str; 2] = ["network", "network.rdma"];
 
+/// The message of the parser for a key that the section already has.
+const DUPLICATE: &str = "duplicate key";
+
 /// A file that was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct File {
@@ -128,10 +131,8 @@ fn parse(program: Program, text: &str) -> Result<File, Vec<Problem>> {
     let (table, errors) = DeTable::parse_recoverable(text);
     for error in &errors {
         let line = error.span().map_or(1, |span| reader.line(span.start));
-        let mut message = error.message().replace('\n', " ");
-        if let Some(key) = error.span().and_then(|span| text.get(span)).filter(|key| is_key(key)) {
-            message = format!("{message} {key}");
-        }
+        let at = error.span().and_then(|span| text.get(span));
+        let message = syntax_error(error.message(), at);
         reader.problems.push(Problem { line, key: String::new(), message });
     }
     reader.take("", table.get_ref());
@@ -247,6 +248,18 @@ fn find(section: &str, full: &str) -> Option<(&'static Setting, Option<&'static 
         let alias = setting.aliases.iter().find(|alias| alias.name == name)?;
         Some((setting, Some(alias)))
     })
+}
+
+/// Returns the text for a syntax error. `at` is the part of the file that is wrong. It may be a
+/// value, such as a password without quotes. So the text names it only if it is a key.
+fn syntax_error(message: &str, at: Option<&str>) -> String {
+    match at {
+        Some(key) if message.starts_with(DUPLICATE) && is_key(key) => format!("{DUPLICATE} {key}"),
+        _ if message.starts_with("string values must be quoted") => {
+            "expected a value: strings need quotes".into()
+        }
+        _ => message.replace('\n', " "),
+    }
 }
 
 /// Returns whether a text may be a key, so that a syntax error can name it.

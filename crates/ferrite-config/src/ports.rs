@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 
 /// The port of a cluster bus is the engine's port plus this, unless `cluster-port` is set.
-const BUS_OFFSET: u16 = 10_000;
+pub(crate) const BUS_OFFSET: u16 = 10_000;
 
 /// A set of TCP ports: single ports and ranges.
 ///

@@ -2,7 +2,7 @@
 //! the settings of both fit together.
 
 use crate::peer;
-use crate::ports::PortSet;
+use crate::ports::{BUS_OFFSET, PortSet};
 use crate::setting::{Program, Setting};
 use crate::table;
 use crate::values::{Transport, Transports, Values, asking_for};
@@ -58,7 +58,8 @@ impl Unit<'_> {
         if !missing.is_empty() {
             add(&format!("needs an agent with peers: set {}", missing.join(", ")));
         } else if !asking.is_empty() {
-            if let Some(port) = self.port().filter(|port| !self.ports(true).contains(*port)) {
+            let port = self.replication_port();
+            if let Some(port) = port.filter(|port| !self.ports(true).contains(*port)) {
                 add(&format!(
                     "needs the engine's port {port} in agent.ports, or in agent.deliver: otherwise \
                      replicas of other hosts cannot reach it over links"
@@ -71,6 +72,14 @@ impl Unit<'_> {
                     "needs the primary of replicaof, {host} {port}, in agent.peers and agent.ports"
                 ));
             }
+        }
+        let bus_port = self.bus_port().filter(|_| missing.is_empty());
+        if let Some(port) = bus_port.filter(|port| !self.ports(true).contains(*port)) {
+            let why = format!(
+                "\"rdma\" needs the port of the engine's cluster bus, {port}, in agent.ports, or \
+                 in agent.deliver: otherwise nodes of other hosts cannot reach it over links"
+            );
+            wrong.push((&table::CLUSTER_TRANSPORT, why));
         }
         if let Some(alias) = self.alias()
             && self.binds_all()
@@ -124,6 +133,46 @@ impl Unit<'_> {
         let given = self.server.is_given(&table::PORT).then(|| self.server.number(&table::PORT));
         let port = given.unwrap_or(table::ENGINE_PORT);
         Some(port).filter(|port| is_known && *port > 0)
+    }
+
+    /// Returns the port of the engine for replication, if the file says which it is.
+    fn replication_port(&self) -> Option<u16> {
+        if self.is_on("tls-replication") { self.tls_port() } else { self.port() }
+    }
+
+    /// Returns the port of the engine's cluster bus, if it must be reached over RDMA and the file
+    /// says which it is.
+    fn bus_port(&self) -> Option<u16> {
+        if Transports::of(self.server).bus != Transport::Rdma {
+            return None;
+        }
+        if let Some(port) = self.port_of("cluster-port") {
+            return Some(port);
+        }
+        // The engine's own file may set another one.
+        let is_known = self.server.text(&table::ENGINE_CONFIG).is_none();
+        let base = if self.is_on("tls-cluster") { self.tls_port() } else { self.port() };
+        base.filter(|_| is_known)?.checked_add(BUS_OFFSET)
+    }
+
+    fn tls_port(&self) -> Option<u16> {
+        self.port_of("tls-port")
+    }
+
+    /// Returns the port that a directive of the engine names.
+    fn port_of(&self, directive: &str) -> Option<u16> {
+        self.directive(directive)?.parse().ok().filter(|port| *port > 0)
+    }
+
+    fn is_on(&self, directive: &str) -> bool {
+        self.directive(directive).is_some_and(|word| word.eq_ignore_ascii_case("yes"))
+    }
+
+    /// Returns the value of a directive of the engine. The last one counts.
+    fn directive(&self, name: &str) -> Option<&str> {
+        let (_, rest) =
+            self.directives.iter().rfind(|(known, _)| known.eq_ignore_ascii_case(name))?;
+        Some(rest.trim().trim_matches(['"', '\'']))
     }
 
     fn binds_all(&self) -> bool {

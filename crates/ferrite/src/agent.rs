@@ -17,10 +17,10 @@ use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::Values;
 use ferrite_fabric::wire::Program;
-use ferrite_fabric::{Config, Fabric, ListenOptions, Listener};
+use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_metrics::AdminServer;
 use ferrite_session::agent::Agent;
-use ferrite_session::{fabric_config, open_fabric};
+use ferrite_session::{fabric_config, open_fabric, rdma_policy};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::oneshot;
 
@@ -143,12 +143,20 @@ fn raise_descriptor_limit() {
     }
 }
 
-async fn serve_in_runtime<C: Control>(
-    setup: Setup,
-    begin: impl FnOnce() -> anyhow::Result<C>,
-) -> anyhow::Result<bool> {
-    let Setup { values, config, listen, .. } = &setup;
-    let fabric_config = Config {
+/// If links must use RDMA, checks that the devices can be opened as the agent will open them.
+///
+/// # Errors
+/// Fails if RDMA is unavailable on this host, or to this user.
+pub(crate) fn check_rdma(setup: &Setup) -> anyhow::Result<()> {
+    if rdma_policy(&setup.values) == Rdma::Require {
+        open(setup)?;
+    }
+    Ok(())
+}
+
+fn open(setup: &Setup) -> anyhow::Result<Fabric> {
+    let Setup { values, listen, .. } = setup;
+    let config = Config {
         program: Program::AGENT,
         // Short, because all connections to a host hang while its link is dead. There are few
         // links, so the keepalives cost little.
@@ -156,7 +164,6 @@ async fn serve_in_runtime<C: Control>(
         peer_timeout: PEER_TIMEOUT,
         ..fabric_config(values)
     };
-    let rdma = fabric_config.rdma;
     // If `rdma-device` names no devices, the fabric opens only those that have one of these
     // addresses.
     let served: Vec<_> =
@@ -166,7 +173,16 @@ async fn serve_in_runtime<C: Control>(
             served.iter().copied().fold(Fabric::system(), ferrite_fabric::Builder::serving);
         builder.command_threads()
     };
-    let fabric = open_fabric(values, &fabric_config, open)?;
+    Ok(open_fabric(values, &config, open)?)
+}
+
+async fn serve_in_runtime<C: Control>(
+    setup: Setup,
+    begin: impl FnOnce() -> anyhow::Result<C>,
+) -> anyhow::Result<bool> {
+    let fabric = open(&setup)?;
+    let Setup { values, config, listen, .. } = &setup;
+    let rdma = rdma_policy(values);
     tokio::spawn(fabric.drive());
     let agent = Agent::new(fabric.clone(), config.clone()).map_err(WrongSettings)?;
     let mut programs = agent.listen().map_err(|(address, error)| cannot_listen(address, &error))?;

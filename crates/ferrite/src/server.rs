@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
 use std::time::Duration;
 
+use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::{Setting, exit_code, table};
 
@@ -31,6 +32,7 @@ use launch::PrivateDir;
 use plan::Plan;
 use supervise::Supervisor;
 
+use crate::agent::check_rdma;
 use crate::log as log_lines;
 use crate::output::StdoutError;
 use crate::settings;
@@ -133,13 +135,16 @@ fn try_run(options: &Options) -> anyhow::Result<u8> {
     if options.check {
         let version = runtime.block_on(version(&plan.engine))?;
         config.check_rdma()?;
-        let agent = config.agent_setup(&plan.socket)?;
+        let agent = config.agent_setup(&plan.socket).map(|setup| setup()).transpose();
+        let agent = agent.context(AgentStart)?;
+        agent.as_ref().map_or(Ok(()), check_rdma).context(AgentStart)?;
         events::check(options.json, &plan, &version, agent.as_ref())?;
         return Ok(0);
     }
     let _directory = plan.runtime_dir.as_deref().map(PrivateDir::make).transpose()?;
     let status = runtime
         .block_on(async { Supervisor::new(config, sources, plan, options.json)?.run().await })?;
+    let Some(status) = status else { return Ok(0) };
     let code = error::exit_code(status);
     tracing::info!("the engine {}", error::describe_exit(status));
     events::ended(options.json, code);

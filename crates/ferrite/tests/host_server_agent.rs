@@ -12,7 +12,9 @@ mod server {
     pub(crate) mod harness;
 }
 
+use std::fs::Permissions;
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -233,11 +235,57 @@ fn killed_engine_ends_the_unit_at_once_with_a_cause() {
     assert_eq!(other.client().ask(&["PING"]), "+PONG");
 }
 
+/// The agent waits for `ip`, which does not answer.
+#[test]
+fn signal_ends_a_unit_whose_agent_is_starting() {
+    let Some(hosts) = hosts(1) else { return };
+    let (directory, programs) = (directory(), TempDir::new("programs"));
+    let (ip, began) = (programs.path().join("ip"), programs.path().join("began"));
+    let script = format!("#!/bin/sh\n: > {}\nexec sleep 15\n", began.display());
+    std::fs::write(&ip, script).expect("a script");
+    std::fs::set_permissions(&ip, Permissions::from_mode(0o755)).expect("a program");
+    let path = format!("{}:{}", programs.path().display(), std::env::var("PATH").expect("a path"));
+    let sections = "[agent]\nmode = \"transparent\"\nlisten = \"10.77.0.1\"\n\
+                    peers = [\"10.77.0.2\"]\nports = [\"7001\"]\n\
+                    allow_unauthenticated_peers = true\n";
+    let setup = Setup { server: "agent = true", network: "port = 7001", engine: sections };
+    let with_path = |command: &mut Command| {
+        command.env("PATH", &path);
+    };
+    let start = || {
+        let _ = std::fs::remove_file(&began);
+        let server = hosts.within(1, || Server::start_with(&directory, &setup, with_path));
+        until_or(TIMEOUT, "the agent runs ip", || began.exists(), || server.log());
+        server
+    };
+    for name in ["TERM", "INT"] {
+        let mut server = start();
+        let signalled = Instant::now();
+        server.signal(name);
+        let (code, _) = server.end();
+        let log = server.log();
+        assert!(code == Some(0) && log.contains("received, shutting down"), "{code:?} {log}");
+        assert!(signalled.elapsed() < Duration::from_secs(4), "{:?}", signalled.elapsed());
+    }
+    // Without a signal, the agent gives up.
+    let mut server = start();
+    let (code, _) = server.end();
+    let log = server.log();
+    assert!(code == Some(1) && log.contains("no answer in 5s"), "{code:?} {log}");
+}
+
 /// Runs a unit that must fail before its engine starts. Returns the exit code and the log.
 fn fails_to_start(server: &str, sections: &str) -> (Option<i32>, String) {
+    fails_to_start_with(&[], server, sections)
+}
+
+fn fails_to_start_with(flags: &[&str], server: &str, sections: &str) -> (Option<i32>, String) {
     let directory = directory();
     let setup = Setup { server, engine: sections, network: "bind = \"127.1.0.1\"" };
-    let mut server = Server::start(&directory, &setup);
+    let add_flags = |command: &mut Command| {
+        command.args(flags);
+    };
+    let mut server = Server::start_with(&directory, &setup, add_flags);
     let (code, _) = server.end();
     let log = server.log();
     assert!(!log.contains("oO0OoO0OoO0Oo"), "an engine was started: {log}");
@@ -270,7 +318,9 @@ fn transport_rdma_is_refused_with_what_is_missing() {
     }
     let agent = "[agent]\nalias = \"127.1.0.1\"\nports = [\"6379\", \"16379\"]\n\
                  peers = [\"127.1.0.2=127.0.0.2\"]\n";
-    let (code, log) = fails_to_start("", &format!("{keys}{agent}"));
-    assert_eq!(code, Some(69), "{log}");
-    assert!(log.contains("RDMA is unavailable") && log.contains(" missing: agent: "), "{log}");
+    for flags in [&[][..], &["--check"]] {
+        let (code, log) = fails_to_start_with(flags, "", &format!("{keys}{agent}"));
+        assert_eq!(code, Some(69), "{flags:?} {log}");
+        assert!(log.contains("RDMA is unavailable") && log.contains(" missing: agent: "), "{log}");
+    }
 }

@@ -96,6 +96,47 @@ fn shows_all_syntax_errors() {
 }
 
 #[test]
+fn syntax_errors_never_show_values() {
+    for value in [
+        "S3cretPw",
+        "S3cret-Pw.x",
+        "S3cret Pw",
+        "S3cret = Pw",
+        "S3cret, Pw = 1",
+        "S3cret # Pw",
+        "[S3cret",
+        "[\"S3cret\", Pw",
+        "{S3cret",
+        "{S3cret = Pw}",
+        "\"S3cret",
+        "'S3cret",
+        "\"S3cret\\Pw\"",
+        "\"S3cret\" Pw",
+        "\"\"\"S3cret",
+        "0S3cret",
+        "+S3cret",
+        "0xS3cret",
+        "1S3cret",
+        "2026-S3cret",
+        "2026-13-45S3cret",
+        "nan_S3cret",
+        "trueS3cret",
+    ] {
+        let found = problems(&format!("[engine]\nrequirepass = {value}\nport = 1"));
+        assert!(found[0].starts_with("2: "), "{value}: {found:?}");
+        assert!(
+            !found.iter().any(|line| line.contains("cret") || line.contains("Pw")),
+            "{found:?}"
+        );
+    }
+    let unquoted = problems("[engine]\nrequirepass = S3cretPw");
+    assert_eq!(unquoted, ["2: expected a value: strings need quotes"]);
+    // Numbers with and without a zero in front.
+    let zero = problems("[engine]\nrequirepass = 0815471");
+    assert!(!zero[0].contains("0815471"), "{zero:?}");
+}
+
+#[test]
 fn unknown_keys_suggest_the_nearest_one() {
     for (text, nearest) in [
         ("[server]\nport = 1", "2: server.port: unknown key; write network.port"),
@@ -282,7 +323,36 @@ fn settings_of_the_engine_and_of_its_agent_must_fit_together() {
         (
             format!("[network]\nport = 7001\n{CLUSTER}{AGENT}"),
             false,
-            &["4: replication.transport: \"rdma\" needs the engine's port 7001", "7: cluster."],
+            &[
+                "4: replication.transport: \"rdma\" needs the engine's port 7001",
+                "7: cluster.transport: \"rdma\" needs the engine's port 7001",
+                "7: cluster.transport: \"rdma\" needs the port of the engine's cluster bus, 17001,",
+            ],
+        ),
+        (
+            format!("[cluster]\ntransport = \"rdma\"\n{AGENT}[engine]\ncluster-port = 17500"),
+            false,
+            &[
+                "2: cluster.transport: \"rdma\" needs the port of the engine's cluster bus, 17500, in",
+            ],
+        ),
+        (
+            format!(
+                "[cluster]\ntransport = \"rdma\"\n{AGENT}[engine]\ntls-port = 6390\n\
+                 tls-cluster = true"
+            ),
+            false,
+            &[
+                "2: cluster.transport: \"rdma\" needs the port of the engine's cluster bus, 16390, in",
+            ],
+        ),
+        (
+            format!(
+                "{REPLICATION}{AGENT}[network]\nport = 0\n[engine]\ntls-port = 9001\n\
+                 tls-replication = true"
+            ),
+            false,
+            &["2: replication.transport: \"rdma\" needs the engine's port 9001 in agent.ports"],
         ),
         (
             format!("{REPLICATION}{AGENT}[engine]\nreplicaof = \"192.0.3.1 6379\""),

@@ -5,10 +5,13 @@
 use std::fmt::Write as _;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Output, Stdio};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use ferrite_session::agent::DELIVERY_MARK;
+use tokio::process::Command;
+use tokio::time::timeout;
 
 /// The settings of the kernel. With the first, a socket that an engine accepts gets the mark of the
 /// packet that opened the connection. With the second, a reset that no socket sends gets the mark
@@ -16,6 +19,8 @@ use ferrite_session::agent::DELIVERY_MARK;
 const SYSCTLS: [&str; 2] = ["net.ipv4.tcp_fwmark_accept", "net.ipv4.fwmark_reflect"];
 /// The number of the routing table: that of the mark, because small numbers are often in use.
 const TABLE: u32 = DELIVERY_MARK;
+/// How long `ip` may take.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Returns the commands that prepare a host.
 pub(crate) fn commands() -> String {
@@ -40,12 +45,15 @@ fn route() -> Vec<String> {
 }
 
 /// Makes the parts of the setup that are missing. `peer` is the address of any other host.
-pub(crate) fn prepare(peer: Option<Ipv4Addr>) -> anyhow::Result<()> {
-    let prepared = SYSCTLS.into_iter().try_for_each(set).and_then(|()| match peer {
-        Some(peer) => add_route(peer),
-        None => Ok(()),
-    });
-    prepared.with_context(|| {
+pub(crate) async fn prepare(peer: Option<Ipv4Addr>) -> anyhow::Result<()> {
+    let prepare = async {
+        SYSCTLS.into_iter().try_for_each(set)?;
+        match peer {
+            Some(peer) => add_route(peer).await,
+            None => Ok(()),
+        }
+    };
+    prepare.await.with_context(|| {
         format!("this host is not prepared for `mode transparent`; run as root:\n{}", commands())
     })
 }
@@ -61,31 +69,35 @@ fn set(name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn add_route(peer: Ipv4Addr) -> anyhow::Result<()> {
-    if is_routed_here(peer)? {
+async fn add_route(peer: Ipv4Addr) -> anyhow::Result<()> {
+    if is_routed_here(peer).await? {
         return Ok(());
     }
     for words in [route(), rule()] {
-        ip(&words)?;
+        let output = ip(&words).await?;
+        let error = String::from_utf8_lossy(&output.stderr);
+        anyhow::ensure!(output.status.success(), "ip {}: {}", words.join(" "), error.trim());
         tracing::info!("ran ip {}", words.join(" "));
     }
-    anyhow::ensure!(is_routed_here(peer)?, "another routing rule comes first; see `ip rule`");
+    anyhow::ensure!(is_routed_here(peer).await?, "another routing rule comes first; see `ip rule`");
     Ok(())
 }
 
 /// Returns whether packets to a peer stay on this host if they have the mark.
-fn is_routed_here(peer: Ipv4Addr) -> anyhow::Result<bool> {
+async fn is_routed_here(peer: Ipv4Addr) -> anyhow::Result<bool> {
     let words = ["route", "get", &peer.to_string(), "mark", &format!("{DELIVERY_MARK:#x}")];
+    let output = ip(&words.map(String::from)).await?;
     // Without any route, `ip` fails.
-    Ok(ip(&words.map(String::from)).is_ok_and(|text| text.starts_with("local ")))
+    Ok(output.status.success() && output.stdout.starts_with(b"local "))
 }
 
-fn ip(words: &[String]) -> anyhow::Result<String> {
+async fn ip(words: &[String]) -> anyhow::Result<Output> {
     let program = find_program("ip").context("cannot find ip, of the package iproute2")?;
-    let output = Command::new(program).args(words).output().context("cannot run ip")?;
-    let error = String::from_utf8_lossy(&output.stderr);
-    anyhow::ensure!(output.status.success(), "ip {}: {}", words.join(" "), error.trim());
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    let mut command = Command::new(program);
+    command.args(words).stdin(Stdio::null()).kill_on_drop(true);
+    let output = timeout(TIMEOUT, command.output()).await;
+    let late = || format!("ip {}: no answer in {TIMEOUT:?}", words.join(" "));
+    output.with_context(late)?.context("cannot run ip")
 }
 
 /// Finds a program in PATH, or in the directories of administrators' programs, which the PATH of

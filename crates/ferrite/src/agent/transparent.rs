@@ -76,7 +76,7 @@ pub(super) async fn redirect(
         )
     };
     agent.check_privileges().map_err(needed)?;
-    host_setup::prepare(agent.any_peer())?;
+    host_setup::prepare(agent.any_peer()).await?;
     let delivery = agent.check_delivery().await;
     delivery.map_err(|why| anyhow::anyhow!("cannot connect {why}; see ferrite agent --help"))?;
     let (networks, ports) = (networks.clone(), redirected.clone());

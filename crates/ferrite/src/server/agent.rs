@@ -26,8 +26,11 @@ impl Control for Requests {
 }
 
 impl AgentThread {
-    /// Starts an agent. Returns when it listens.
-    pub(super) async fn start(setup: Setup) -> anyhow::Result<Self> {
+    /// Starts an agent. `setup` is called on its thread, because it may take long. Returns when the
+    /// agent listens.
+    pub(super) async fn start(
+        setup: impl FnOnce() -> anyhow::Result<Setup> + Send + 'static,
+    ) -> anyhow::Result<Self> {
         let (requests, received) = unbounded_channel();
         let (listens, is_listening) = oneshot::channel();
         let (ended, result) = oneshot::channel();
@@ -38,7 +41,7 @@ impl AgentThread {
                 let _ = listens.send(());
                 Ok(Requests(received))
             };
-            let _ = ended.send(serve(setup, begin));
+            let _ = ended.send(setup().and_then(|setup| serve(setup, begin)));
         };
         let thread = std::thread::Builder::new().name("ferrite-agent".into()).spawn(run);
         thread.context(AgentStart)?;

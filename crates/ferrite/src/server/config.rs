@@ -4,13 +4,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context as _;
 use ferrite_config::file::UnitFile;
 use ferrite_config::{Origin, Program, Setting, Values, address, file, table, unit};
 use ferrite_fabric::{Fabric, Rdma};
 use ferrite_session::{EngineAddress, fabric_config, open_fabric, rdma_policy};
 
-use super::error::AgentStart;
 use super::secret::warn_if_readable;
 use super::{ServerError, Sources};
 use crate::{agent, settings};
@@ -183,14 +181,15 @@ impl Config {
         })
     }
 
-    /// Returns what the agent needs to start, if there is one. `socket` is that of the engine.
-    ///
-    /// # Errors
-    /// Fails if the settings of the agent are wrong.
-    pub(super) fn agent_setup(&self, socket: &Path) -> anyhow::Result<Option<agent::Setup>> {
-        let Some(values) = self.agent.clone() else { return Ok(None) };
-        let setup = agent::Setup::new(values).context(AgentStart)?;
-        Ok(Some(setup.beside(EngineAddress::Unix(socket.to_owned()))))
+    /// Returns a function that makes the setup of the agent, if there is one. The function resolves
+    /// names, which may take long, and fails if the settings of the agent are wrong. `socket` is
+    /// that of the engine.
+    pub(super) fn agent_setup(
+        &self,
+        socket: &Path,
+    ) -> Option<impl FnOnce() -> anyhow::Result<agent::Setup> + Send + 'static> {
+        let (values, engine) = (self.agent.clone()?, EngineAddress::Unix(socket.to_owned()));
+        Some(|| Ok(agent::Setup::new(values)?.beside(engine)))
     }
 
     /// Returns whether the settings ask for an admin port.

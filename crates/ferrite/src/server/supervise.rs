@@ -99,12 +99,18 @@ impl<'a> Supervisor<'a> {
     }
 
     /// Runs the engine, and restarts it as configured. Returns the exit status of the last run, or
-    /// an error if that run failed. Before it returns an error, prints the `ended` event if the
-    /// engine was ready in any run.
-    pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
-        if let Some(setup) = self.config.agent_setup(&self.plan.socket)? {
+    /// an error if that run failed. Returns `None` if a signal came before the first run. Before it
+    /// returns an error, prints the `ended` event if the engine was ready in any run.
+    pub(super) async fn run(mut self) -> anyhow::Result<Option<ExitStatus>> {
+        if let Some(setup) = self.config.agent_setup(&self.plan.socket) {
             self.notify.status("starting the agent");
-            self.agent = Some(AgentThread::start(setup).await?);
+            self.agent = tokio::select! {
+                started = AgentThread::start(setup) => Some(started?),
+                () = self.signals.stop_requested() => {
+                    self.notify.stopping();
+                    return Ok(None);
+                }
+            };
         }
         let ended = self.run_all().await;
         self.end_agent(ended.as_ref().is_ok_and(ExitStatus::success)).await;
@@ -112,7 +118,7 @@ impl<'a> Supervisor<'a> {
         if let Some(error) = error.filter(|_| self.was_ready) {
             events::ended(self.json, error.code());
         }
-        ended
+        ended.map(Some)
     }
 
     /// Ends the agent, if there is one. Lets its connections end first if the engine has ended in
@@ -168,9 +174,17 @@ impl<'a> Supervisor<'a> {
             tracing::warn!("{error}; restart {restarts} of {limit} in {seconds} s");
             self.notify.status(&format!("{error}; restarting"));
             events::restarting(self.json, error.code(), restarts, delay);
-            if self.signals.stop_requested_within(delay).await {
-                self.notify.stopping();
-                return Ok(status);
+            tokio::select! {
+                () = sleep(delay) => {}
+                () = self.signals.stop_requested() => {
+                    self.notify.stopping();
+                    return Ok(status);
+                }
+                error = agent_failed(&mut self.agent) => {
+                    self.agent = None;
+                    self.notify.stopping();
+                    return Err(error.into());
+                }
             }
         }
     }
@@ -386,20 +400,25 @@ impl Signals {
 
     /// Waits for the next signal. Cancel-safe.
     async fn next(&mut self) -> SignalAction {
-        let name = tokio::select! {
-            _ = self.terminated.recv() => "SIGTERM",
-            _ = self.interrupted.recv() => "SIGINT",
-            _ = self.hung_up.recv() => return SignalAction::Reload,
-        };
-        tracing::info!("{name} received, shutting down");
-        SignalAction::Stop
+        let Self { terminated, interrupted, hung_up } = self;
+        tokio::select! {
+            () = stop_of(terminated, interrupted) => SignalAction::Stop,
+            _ = hung_up.recv() => SignalAction::Reload,
+        }
     }
 
-    /// Returns whether a signal asks ferrite to stop within this time.
-    async fn stop_requested_within(&mut self, time: Duration) -> bool {
-        let stop = async { while self.next().await != SignalAction::Stop {} };
-        tokio::time::timeout(time, stop).await.is_ok()
+    /// Waits until a signal asks ferrite to stop. Leaves SIGHUP for later. Cancel-safe.
+    async fn stop_requested(&mut self) {
+        stop_of(&mut self.terminated, &mut self.interrupted).await;
     }
+}
+
+async fn stop_of(terminated: &mut Signal, interrupted: &mut Signal) {
+    let name = tokio::select! {
+        _ = terminated.recv() => "SIGTERM",
+        _ = interrupted.recv() => "SIGINT",
+    };
+    tracing::info!("{name} received, shutting down");
 }
 
 #[cfg(test)]
