@@ -27,6 +27,14 @@ const RETIRE_AFTER: Duration = Duration::from_secs(1);
 /// Maximum number of links to a peer. Usually there are one or two, and as many again for some
 /// seconds after a restart. The limits of streams and of their memory are for each link.
 const LINKS_MAX: usize = 16;
+/// How long a link that this agent has opened is not used, because a peer that does not accept it
+/// ends it at once.
+const TRIAL: Duration = Duration::from_millis(50);
+/// A link of this agent that fails within this time counts as an attempt to connect that failed.
+const EARLY: Duration = Duration::from_secs(1);
+/// The probable cause if the peer ends a link that this agent has just opened.
+const NOT_ACCEPTED: &str = "the peer closed the link right after the handshake; it may not have \
+                            this host in its `peers`: see the log of the peer";
 
 /// Returns a link to a peer. Connects if there is none, and waits for a short time.
 pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(LinkId, Handle)> {
@@ -140,6 +148,23 @@ async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
     run(shared, peer, link, Side::Called).await;
 }
 
+/// Waits for a moment and returns whether the peer has ended a link that this agent has opened. Does
+/// not wait if the peer has opened a link, too, because it then accepts links of this host.
+async fn ends_at_once(peer: &Peer, link: &Link) -> bool {
+    let mut changed = pin!(peer.changed.notified());
+    changed.as_mut().enable();
+    if peer.link_count() > 0 {
+        return false;
+    }
+    let trial = async {
+        tokio::select! {
+            _ = link.ended() => true,
+            () = changed => false,
+        }
+    };
+    timeout(TRIAL, trial).await.unwrap_or(false)
+}
+
 /// Runs a link until it ends.
 async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
     let refuse = |why: &str| {
@@ -152,6 +177,10 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
     if link.peer_hello().instance == shared.fabric.instance() {
         return refuse("the address of this peer leads to this agent");
     }
+    if side == Side::Caller && ends_at_once(&peer, &link).await {
+        return refuse(NOT_ACCEPTED);
+    }
+    let up_at = Instant::now();
     let Multiplexer { handle, mut incoming, driver } =
         match multiplex(link.clone(), side, &Config::default()) {
             Ok(multiplexer) => multiplexer,
@@ -203,11 +232,20 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
             }
         }
     };
-    let streams = handle.state().streams;
+    let state = handle.state();
     peer.remove_link(id);
     match ended {
         Some(Ok(Ok(()))) => tracing::info!("link to {peer} has ended"),
-        Some(Ok(Err(failure))) => note_loss(&peer, &failure, streams),
+        Some(Ok(Err(failure))) => {
+            note_loss(&peer, &failure, state.streams);
+            // A peer that requires RDMA waits for the upgrade before it refuses a link.
+            let is_unused = state.stats.bytes_received == 0 && state.stats.accepted == 0;
+            let upgrade = shared.fabric.config().connection_timeout;
+            let early = if is_unused { EARLY + upgrade } else { EARLY };
+            if side == Side::Caller && up_at.elapsed() < early {
+                note_failure(&peer, NOT_ACCEPTED);
+            }
+        }
         // The driver has panicked. Its streams were reset when it was dropped.
         Some(Err(_)) | None => add(&peer.counters.links_lost, 1),
     }
