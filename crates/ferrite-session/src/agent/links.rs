@@ -106,14 +106,17 @@ fn identify(shared: &Shared, link: &Link) -> Result<Arc<Peer>, (LinkRefused, Str
     let ip = link.peer_addr().map(|address| address.ip().to_canonical());
     // In transparent mode, this may add the host to the peers.
     let at_address = ip.and_then(|ip| shared.peers.at(ip));
+    let has_no_room = || ip.is_some_and(|ip| shared.peers.has_no_room_for(ip));
+    let no_room = || "this agent has too many hosts as peers already".to_owned();
     if shared.tls.is_none() {
-        let unknown = || (LinkRefused::Address, "this is the address of no peer".into());
-        return at_address.ok_or_else(unknown);
+        let why =
+            || if has_no_room() { no_room() } else { "this is the address of no peer".into() };
+        return at_address.ok_or_else(|| (LinkRefused::Address, why()));
     }
     let peers = shared.peers.all();
     let peers = peers.iter().map(|peer| (&peer.name, peer.address.ip(), Arc::clone(peer)));
     identity::find(link.peer_certificates().first(), ip, peers)
-        .map_err(|why| (LinkRefused::Certificate, why))
+        .map_err(|why| (LinkRefused::Certificate, if has_no_room() { no_room() } else { why }))
 }
 
 fn refuse(shared: &Shared, link: &Link, cause: LinkRefused, why: &str) {

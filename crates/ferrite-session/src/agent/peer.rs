@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -115,6 +116,11 @@ impl Peer {
     /// Returns the number of links that have not ended.
     pub(super) fn link_count(&self) -> usize {
         self.lock().live.len()
+    }
+
+    /// Returns whether there ever was a link.
+    pub(super) fn had_link(&self) -> bool {
+        self.counters.links_opened.load(Ordering::Relaxed) > 0
     }
 
     /// Opens no further streams on a link.
