@@ -81,9 +81,12 @@ async fn connect(shared: Arc<Shared>, peer: Arc<Peer>) {
 
 fn note_failure(peer: &Peer, why: &str) {
     let pause = peer.note_failure(why.to_owned());
-    tracing::warn!(
-        "cannot open a link to {peer}: {why}; trying again after {pause:?} at the earliest"
-    );
+    if let Some(others) = peer.failure_lines.pass() {
+        tracing::warn!(
+            "cannot open a link to {peer}: {why}; trying again after {pause:?} at the \
+             earliest{others}"
+        );
+    }
 }
 
 /// Accepts links of peers until the listener fails.

@@ -25,13 +25,15 @@ pub(super) struct Peers {
     own: Ipv4Addr,
     /// The instance of this agent, if pairs of agents share a link.
     shared_by: Option<u64>,
+    /// The limit of all hosts of the networks together. See [`Peer::new`].
+    failure_lines: Arc<LogLimit>,
 }
 
 impl Peers {
     /// Returns the peers of the settings. See [`Peer::new`] for `shared_by`.
     pub(super) fn new(config: &AgentConfig, shared_by: Option<u64>) -> Self {
         let AgentConfig { alias, peers, transparent, .. } = config;
-        let new = |peer: &AgentPeer| Arc::new(Peer::new(peer.clone(), shared_by));
+        let new = |peer: &AgentPeer| Arc::new(Peer::new(peer.clone(), shared_by, Arc::default()));
         let known: Vec<_> = peers.iter().map(new).collect();
         Self {
             configured: known.len(),
@@ -39,6 +41,7 @@ impl Peers {
             transparent: transparent.clone(),
             own: *alias,
             shared_by,
+            failure_lines: Arc::default(),
         }
     }
 
@@ -95,7 +98,8 @@ impl Peers {
             known.remove(unused?);
         }
         let address = SocketAddr::from((alias, port));
-        let peer = Arc::new(Peer::new(AgentPeer::new(alias, address), self.shared_by));
+        let lines = Arc::clone(&self.failure_lines);
+        let peer = Arc::new(Peer::new(AgentPeer::new(alias, address), self.shared_by, lines));
         known.push(Arc::clone(&peer));
         Some(peer)
     }
@@ -160,6 +164,15 @@ mod tests {
         assert!(peers.at([10, 0, 0, 1].into()).is_none(), "this host");
         assert_eq!((peers.all().len(), peers.configured().len()), (2, 1));
         assert_eq!(peers.stats().len(), 1, "no link to the other one");
+    }
+
+    #[test]
+    fn hosts_of_the_networks_together_log_one_failure_a_minute() {
+        let peers = Peers::new(&config(&["10.0.0.0/24"]), None);
+        let passes =
+            |host: [u8; 4]| peers.at(host.into()).expect("a peer").failure_lines.pass().is_some();
+        let hosts = [[10, 0, 0, 2], [10, 0, 0, 3], [10, 9, 0, 1], [10, 9, 0, 1]];
+        assert_eq!(hosts.map(passes), [true, false, true, false], "the third is in the settings");
     }
 
     #[test]
