@@ -134,9 +134,16 @@ fn refuse(shared: &Shared, link: &Link, cause: LinkRefused, why: &str) {
 
 /// Runs a link that a peer has opened.
 async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
-    if peer.link_count() >= LINKS_MAX {
-        let why = format!("there are {LINKS_MAX} links to {peer} already");
-        return refuse(&shared, &link, LinkRefused::TooMany, &why);
+    let has_too_many = || {
+        let is_full = peer.link_count() >= LINKS_MAX;
+        if is_full {
+            let why = format!("there are {LINKS_MAX} links to {peer} already");
+            refuse(&shared, &link, LinkRefused::TooMany, &why);
+        }
+        is_full
+    };
+    if has_too_many() {
+        return;
     }
     if shared.fabric.config().rdma == Rdma::Require {
         // With TLS, a link begins over TCP.
@@ -149,6 +156,10 @@ async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
         if timeout(limit, upgraded).await.is_err() {
             let why = format!("this agent requires RDMA, but the link uses {}", link.transport());
             return refuse(&shared, &link, LinkRefused::Transport, &why);
+        }
+        // Others may have been accepted meanwhile.
+        if has_too_many() {
+            return;
         }
     }
     run(shared, peer, link, Side::Called).await;
