@@ -165,7 +165,7 @@ async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
     run(shared, peer, link, Side::Called).await;
 }
 
-/// Waits for a moment and returns whether the peer has ended a link that this agent has opened. Does
+/// Waits for a moment. Returns whether the peer has ended a link that this agent has opened. Does
 /// not wait if the peer has opened a link, too, because it then accepts links of this host.
 async fn ends_at_once(peer: &Peer, link: &Link) -> bool {
     let mut changed = pin!(peer.changed.notified());
