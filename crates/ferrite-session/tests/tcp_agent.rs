@@ -333,7 +333,45 @@ async fn certificate_of_another_host_gives_no_link_in_either_direction() {
     let why = pair.agents[0].handle.check_links().await.expect_err("no link");
     assert!(why.contains("certificate") && why.contains("subjectAltName"), "{why}");
     assert_eq!(pair.agents[0].handle.stats().peers[0].links.len(), 0);
+    // The second agent learns of it only after the handshake.
+    until_async("an error", async || pair.agents[1].handle.stats().peers[0].error.is_some()).await;
+    let why = pair.agents[1].handle.check_links().await.expect_err("no link");
+    assert!(why.contains("right after the handshake"), "{why}");
     pair.finish().await;
+}
+
+/// The second agent does not have the first one in its `peers`.
+#[tokio::test]
+async fn peer_that_refuses_the_link_is_like_a_host_without_an_agent() {
+    let fabrics = [fabric(), fabric()];
+    let (alias, peer_ip) = (ip(2), ip(3));
+    let listener = fabrics[1].listen((peer_ip, 0).into()).expect("listen");
+    let address = listener.local_addr();
+    let other = start(&fabrics[1], AgentConfig::new(alias), vec![listener]);
+    let engine = TcpListener::bind((peer_ip, 0)).await.expect("listen");
+    let port = engine.local_addr().expect("an address").port();
+    let mut config = AgentConfig::new(ip(1));
+    config.peers = vec![AgentPeer::new(alias, address)];
+    config.ports = PortSet::parse([port.to_string()]).expect("a port");
+    config.direct = true;
+    let agent = start(&fabrics[0], config, Vec::new());
+    until_async("an error", async || agent.handle.stats().peers[0].error.is_some()).await;
+    for _ in 0..3 {
+        let mut program = TcpStream::connect((alias, port)).await.expect("connect");
+        program.write_all(b"PING").await.expect("sent");
+        let accepted = tokio::time::timeout(TIMEOUT, engine.accept()).await.expect("in time");
+        let (mut received, mut accepted) = ([0; 4], accepted.expect("accept").0);
+        accepted.read_exact(&mut received).await.expect("received");
+        assert_eq!(&received, b"PING");
+    }
+    let why = agent.handle.check_links().await.expect_err("no link");
+    assert!(why.contains("right after the handshake"), "{why}");
+    let stats = agent.handle.stats();
+    assert_eq!((stats.direct, stats.without_link), (3, 0));
+    assert_eq!(stats.peers[0].links_opened, 0);
+    assert_eq!(other.links_refused("address"), stats.peers[0].connect_failures);
+    agent.finish().await;
+    other.finish().await;
 }
 
 /// The certificate decides which peer a link belongs to. Only the alias of that peer is a valid

@@ -1,7 +1,7 @@
 //! Mutual TLS between agents: what an agent presents, and which peer a certificate belongs to.
 
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -74,29 +74,18 @@ pub(super) fn find<'a, T>(
     let unusable = |error: TlsError| format!("its certificate cannot be used: {error}");
     let certificate = certificate.ok_or("it has presented no certificate")?;
     let certificate = ParsedCertificate::try_from(certificate).map_err(unusable)?;
-    let (mut named, mut own_names) = (Vec::new(), Vec::new());
-    for (name, ip, peer) in peers {
-        match verify_server_name(&certificate, name) {
-            Ok(()) => named.push((ip, peer)),
-            Err(TlsError::InvalidCertificate(CertificateError::NotValidForNameContext {
-                presented,
-                ..
-            })) => own_names = presented,
-            Err(_) => {}
-        }
-    }
+    let is_named = |name: &ServerName<'_>| verify_server_name(&certificate, name).is_ok();
+    let named: Vec<_> = peers.filter(|(name, ..)| is_named(name)).collect();
     let count = named.len();
-    let peer = match count {
-        1 => named.pop(),
-        _ => named.into_iter().find(|(ip, _)| Some(*ip) == from),
-    };
+    let peer = named.into_iter().find(|(_, ip, _)| count == 1 || Some(*ip) == from);
     match peer {
-        Some((_, peer)) => Ok(peer),
+        Some((.., peer)) => Ok(peer),
         None if count > 0 => Err(format!(
             "its certificate has the names of {count} peers, and the link comes from the address \
              of none of them; give each host a certificate of its own"
         )),
         None => {
+            let own_names = names_of(&certificate);
             let names = match own_names.is_empty() {
                 true => "no name".into(),
                 false => own_names.join(", "),
@@ -106,6 +95,18 @@ pub(super) fn find<'a, T>(
                  address or the name of the host that the setting `peers` has"
             ))
         }
+    }
+}
+
+/// Returns the names of a certificate, for messages.
+fn names_of(certificate: &ParsedCertificate<'_>) -> Vec<String> {
+    let no_host = ServerName::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
+    match verify_server_name(certificate, &no_host) {
+        Err(TlsError::InvalidCertificate(CertificateError::NotValidForNameContext {
+            presented,
+            ..
+        })) => presented,
+        _ => Vec::new(),
     }
 }
 
@@ -145,6 +146,8 @@ mod tests {
         assert!(found(Some(&certificate(&["10.0.0.3"])), "10.0.0.3").is_err());
         let error = found(Some(&other), "10.0.0.2").expect_err("another host");
         assert!(error.contains("10.0.0.9") && error.contains("name of no peer"), "{error}");
+        let error = find::<()>(Some(&other), None, std::iter::empty()).expect_err("no peers");
+        assert!(error.contains("10.0.0.9"), "{error}");
         let error = found(None, "10.0.0.2").expect_err("no certificate");
         assert!(error.contains("no certificate"), "{error}");
     }

@@ -27,6 +27,14 @@ const RETIRE_AFTER: Duration = Duration::from_secs(1);
 /// Maximum number of links to a peer. Usually there are one or two, and as many again for some
 /// seconds after a restart. The limits of streams and of their memory are for each link.
 const LINKS_MAX: usize = 16;
+/// How long a link that this agent has opened is not used, because a peer that does not accept it
+/// ends it at once.
+const TRIAL: Duration = Duration::from_millis(50);
+/// A link of this agent that fails within this time counts as an attempt to connect that failed.
+const EARLY: Duration = Duration::from_secs(1);
+/// The probable cause if the peer ends a link that this agent has just opened.
+const NOT_ACCEPTED: &str = "the peer closed the link right after the handshake; it may not have \
+                            this host in its `peers`: see the log of the peer";
 
 /// Returns a link to a peer. Connects if there is none, and waits for a short time.
 pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(LinkId, Handle)> {
@@ -73,9 +81,12 @@ async fn connect(shared: Arc<Shared>, peer: Arc<Peer>) {
 
 fn note_failure(peer: &Peer, why: &str) {
     let pause = peer.note_failure(why.to_owned());
-    tracing::warn!(
-        "cannot open a link to {peer}: {why}; trying again after {pause:?} at the earliest"
-    );
+    if let Some(others) = peer.failure_lines.pass() {
+        tracing::warn!(
+            "cannot open a link to {peer}: {why}; trying again after {pause:?} at the \
+             earliest{others}"
+        );
+    }
 }
 
 /// Accepts links of peers until the listener fails.
@@ -98,14 +109,17 @@ fn identify(shared: &Shared, link: &Link) -> Result<Arc<Peer>, (LinkRefused, Str
     let ip = link.peer_addr().map(|address| address.ip().to_canonical());
     // In transparent mode, this may add the host to the peers.
     let at_address = ip.and_then(|ip| shared.peers.at(ip));
+    let has_no_room = || ip.is_some_and(|ip| shared.peers.has_no_room_for(ip));
+    let no_room = || "this agent has too many hosts as peers already".to_owned();
     if shared.tls.is_none() {
-        let unknown = || (LinkRefused::Address, "this is the address of no peer".into());
-        return at_address.ok_or_else(unknown);
+        let why =
+            || if has_no_room() { no_room() } else { "this is the address of no peer".into() };
+        return at_address.ok_or_else(|| (LinkRefused::Address, why()));
     }
     let peers = shared.peers.all();
     let peers = peers.iter().map(|peer| (&peer.name, peer.address.ip(), Arc::clone(peer)));
     identity::find(link.peer_certificates().first(), ip, peers)
-        .map_err(|why| (LinkRefused::Certificate, why))
+        .map_err(|why| (LinkRefused::Certificate, if has_no_room() { no_room() } else { why }))
 }
 
 fn refuse(shared: &Shared, link: &Link, cause: LinkRefused, why: &str) {
@@ -120,9 +134,16 @@ fn refuse(shared: &Shared, link: &Link, cause: LinkRefused, why: &str) {
 
 /// Runs a link that a peer has opened.
 async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
-    if peer.link_count() >= LINKS_MAX {
-        let why = format!("there are {LINKS_MAX} links to {peer} already");
-        return refuse(&shared, &link, LinkRefused::TooMany, &why);
+    let has_too_many = || {
+        let is_full = peer.link_count() >= LINKS_MAX;
+        if is_full {
+            let why = format!("there are {LINKS_MAX} links to {peer} already");
+            refuse(&shared, &link, LinkRefused::TooMany, &why);
+        }
+        is_full
+    };
+    if has_too_many() {
+        return;
     }
     if shared.fabric.config().rdma == Rdma::Require {
         // With TLS, a link begins over TCP.
@@ -136,8 +157,29 @@ async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
             let why = format!("this agent requires RDMA, but the link uses {}", link.transport());
             return refuse(&shared, &link, LinkRefused::Transport, &why);
         }
+        // Others may have been accepted meanwhile.
+        if has_too_many() {
+            return;
+        }
     }
     run(shared, peer, link, Side::Called).await;
+}
+
+/// Waits for a moment. Returns whether the peer has ended a link that this agent has opened. Does
+/// not wait if the peer has opened a link, too, because it then accepts links of this host.
+async fn ends_at_once(peer: &Peer, link: &Link) -> bool {
+    let mut changed = pin!(peer.changed.notified());
+    changed.as_mut().enable();
+    if peer.link_count() > 0 {
+        return false;
+    }
+    let trial = async {
+        tokio::select! {
+            _ = link.ended() => true,
+            () = changed => false,
+        }
+    };
+    timeout(TRIAL, trial).await.unwrap_or(false)
 }
 
 /// Runs a link until it ends.
@@ -152,6 +194,10 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
     if link.peer_hello().instance == shared.fabric.instance() {
         return refuse("the address of this peer leads to this agent");
     }
+    if side == Side::Caller && ends_at_once(&peer, &link).await {
+        return refuse(NOT_ACCEPTED);
+    }
+    let up_at = Instant::now();
     let Multiplexer { handle, mut incoming, driver } =
         match multiplex(link.clone(), side, &Config::default()) {
             Ok(multiplexer) => multiplexer,
@@ -203,11 +249,20 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
             }
         }
     };
-    let streams = handle.state().streams;
+    let state = handle.state();
     peer.remove_link(id);
     match ended {
         Some(Ok(Ok(()))) => tracing::info!("link to {peer} has ended"),
-        Some(Ok(Err(failure))) => note_loss(&peer, &failure, streams),
+        Some(Ok(Err(failure))) => {
+            note_loss(&peer, &failure, state.streams);
+            // A peer that requires RDMA waits for the upgrade before it refuses a link.
+            let is_unused = state.stats.bytes_received == 0 && state.stats.accepted == 0;
+            let upgrade = shared.fabric.config().connection_timeout;
+            let early = if is_unused { EARLY + upgrade } else { EARLY };
+            if side == Side::Caller && up_at.elapsed() < early {
+                note_failure(&peer, NOT_ACCEPTED);
+            }
+        }
         // The driver has panicked. Its streams were reset when it was dropped.
         Some(Err(_)) | None => add(&peer.counters.links_lost, 1),
     }

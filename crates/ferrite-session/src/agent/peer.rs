@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::Link;
 use ferrite_fabric::rustls::pki_types::ServerName;
+use ferrite_fabric::{Link, LogLimit};
 use ferrite_proto::mux::Side;
 use tokio::sync::Notify;
 
@@ -30,6 +31,8 @@ pub(super) struct Peer {
     pub(super) counters: Arc<PeerCounters>,
     /// Notified when an attempt to connect has ended, and when there is a new link.
     pub(super) changed: Notify,
+    /// Limits the lines about attempts to connect that failed.
+    pub(super) failure_lines: Arc<LogLimit>,
     state: Mutex<State>,
 }
 
@@ -57,8 +60,13 @@ pub(super) enum Way {
 
 impl Peer {
     /// Returns a peer without links. `shared_by` is the instance of this agent if the agents are
-    /// authenticated, so that they share one link.
-    pub(super) fn new(peer: AgentPeer, shared_by: Option<u64>) -> Self {
+    /// authenticated, so that they share one link. Peers with the same `failure_lines` together log
+    /// one failure a minute.
+    pub(super) fn new(
+        peer: AgentPeer,
+        shared_by: Option<u64>,
+        failure_lines: Arc<LogLimit>,
+    ) -> Self {
         let links = PeerLinks::new(shared_by);
         Self {
             alias: peer.alias,
@@ -66,6 +74,7 @@ impl Peer {
             name: peer.name,
             counters: Arc::default(),
             changed: Notify::new(),
+            failure_lines,
             state: Mutex::new(State {
                 links,
                 live: BTreeMap::new(),
@@ -115,6 +124,11 @@ impl Peer {
     /// Returns the number of links that have not ended.
     pub(super) fn link_count(&self) -> usize {
         self.lock().live.len()
+    }
+
+    /// Returns whether there ever was a link.
+    pub(super) fn had_link(&self) -> bool {
+        self.counters.links_opened.load(Ordering::Relaxed) > 0
     }
 
     /// Opens no further streams on a link.

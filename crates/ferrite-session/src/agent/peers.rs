@@ -4,11 +4,14 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use ferrite_fabric::LogLimit;
+
 use super::config::{AgentConfig, AgentPeer, Transparent};
 use super::peer::Peer;
 use super::stats::AgentPeerStats;
 
-/// Maximum number of peers. Beyond it, no further host of the networks becomes a peer.
+/// Maximum number of peers. Beyond it, further hosts of the networks take the place of those that
+/// never had a link.
 const PEERS_MAX: usize = 4096;
 
 /// The peers of an agent.
@@ -22,13 +25,15 @@ pub(super) struct Peers {
     own: Ipv4Addr,
     /// The instance of this agent, if pairs of agents share a link.
     shared_by: Option<u64>,
+    /// The limit of all hosts of the networks together. See [`Peer::new`].
+    failure_lines: Arc<LogLimit>,
 }
 
 impl Peers {
     /// Returns the peers of the settings. See [`Peer::new`] for `shared_by`.
     pub(super) fn new(config: &AgentConfig, shared_by: Option<u64>) -> Self {
         let AgentConfig { alias, peers, transparent, .. } = config;
-        let new = |peer: &AgentPeer| Arc::new(Peer::new(peer.clone(), shared_by));
+        let new = |peer: &AgentPeer| Arc::new(Peer::new(peer.clone(), shared_by, Arc::default()));
         let known: Vec<_> = peers.iter().map(new).collect();
         Self {
             configured: known.len(),
@@ -36,6 +41,7 @@ impl Peers {
             transparent: transparent.clone(),
             own: *alias,
             shared_by,
+            failure_lines: Arc::default(),
         }
     }
 
@@ -74,22 +80,52 @@ impl Peers {
         if let Some(peer) = find(&self.known.read().unwrap_or_else(PoisonError::into_inner)) {
             return Some(peer);
         }
-        let (Some(transparent), IpAddr::V4(alias)) = (&self.transparent, ip) else { return None };
-        let is_in_network = transparent.networks.iter().any(|network| network.contains(alias));
-        if alias == self.own || !is_in_network {
-            return None;
-        }
+        let (alias, port) = self.host_of_networks(ip)?;
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(peer) = find(&known) {
             return Some(peer);
         }
         if known.len() >= PEERS_MAX {
-            return None;
+            let unused = self.oldest_unused(&known);
+            static LINES: LogLimit = LogLimit::new();
+            if let Some(others) = LINES.pass() {
+                let effect = match unused {
+                    Some(_) => "takes the place of a host that never had a link",
+                    None => "does not become a peer",
+                };
+                tracing::warn!("{alias} {effect}: there are {PEERS_MAX} peers already{others}");
+            }
+            known.remove(unused?);
         }
-        let address = SocketAddr::from((alias, transparent.port));
-        let peer = Arc::new(Peer::new(AgentPeer::new(alias, address), self.shared_by));
+        let address = SocketAddr::from((alias, port));
+        let lines = Arc::clone(&self.failure_lines);
+        let peer = Arc::new(Peer::new(AgentPeer::new(alias, address), self.shared_by, lines));
         known.push(Arc::clone(&peer));
         Some(peer)
+    }
+
+    /// Returns whether a host of the networks cannot become a peer because there are too many.
+    pub(super) fn has_no_room_for(&self, ip: IpAddr) -> bool {
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        known.len() >= PEERS_MAX
+            && self.host_of_networks(ip).is_some()
+            && !known.iter().any(|peer| peer.address.ip() == ip)
+    }
+
+    /// Returns the address of another host of the networks, and the port of its agent.
+    fn host_of_networks(&self, ip: IpAddr) -> Option<(Ipv4Addr, u16)> {
+        let (Some(transparent), IpAddr::V4(alias)) = (&self.transparent, ip) else { return None };
+        let is_in_network = transparent.networks.iter().any(|network| network.contains(alias));
+        (alias != self.own && is_in_network).then_some((alias, transparent.port))
+    }
+
+    /// Returns the place of a host of the networks that never had a link, and that no connection or
+    /// attempt to connect uses.
+    fn oldest_unused(&self, known: &[Arc<Peer>]) -> Option<usize> {
+        // Others get a peer from this list alone, which is locked.
+        let is_unused = |peer: &Arc<Peer>| Arc::strong_count(peer) == 1 && !peer.had_link();
+        let mut hosts = known.iter().enumerate().skip(self.configured);
+        hosts.find(|(_, peer)| is_unused(peer)).map(|(at, _)| at)
     }
 
     /// Returns the state of the peers, without hosts of the networks that never had a link.
@@ -131,13 +167,31 @@ mod tests {
     }
 
     #[test]
-    fn number_of_peers_is_limited() {
+    fn hosts_of_the_networks_together_log_one_failure_a_minute() {
+        let peers = Peers::new(&config(&["10.0.0.0/24"]), None);
+        let passes =
+            |host: [u8; 4]| peers.at(host.into()).expect("a peer").failure_lines.pass().is_some();
+        let hosts = [[10, 0, 0, 2], [10, 0, 0, 3], [10, 9, 0, 1], [10, 9, 0, 1]];
+        assert_eq!(hosts.map(passes), [true, false, true, false], "the third is in the settings");
+    }
+
+    #[test]
+    fn hosts_without_a_link_give_way_to_others_if_there_are_too_many() {
         let peers = Peers::new(&config(&["10.0.0.0/8"]), None);
-        let at = |number: u32| peers.at(Ipv4Addr::from_bits(0x0a01_0000 + number).into());
-        for number in 1..PEERS_MAX as u32 {
-            assert!(at(number).is_some(), "{number}");
-        }
-        assert!(at(PEERS_MAX as u32).is_none());
-        assert!(at(1).is_some());
+        let ip = |number: usize| Ipv4Addr::from_bits(0x0a01_0000 + number as u32).into();
+        let at = |number: usize| peers.at(ip(number));
+        let used: Vec<_> = (1..PEERS_MAX).map(|number| at(number).expect("a peer")).collect();
+        assert!(at(PEERS_MAX).is_none(), "all others are in use");
+        assert!(peers.has_no_room_for(ip(PEERS_MAX)) && !peers.has_no_room_for(ip(1)));
+        assert!(!peers.has_no_room_for([192, 0, 2, 1].into()), "another network");
+        crate::agent::stats::add(&used[0].counters.links_opened, 1);
+        drop(used);
+        assert!(at(PEERS_MAX).is_some());
+        assert!(!peers.has_no_room_for(ip(PEERS_MAX)));
+        let all = peers.all();
+        assert_eq!(all.len(), PEERS_MAX);
+        let has = |number: usize| all.iter().any(|peer| peer.address.ip() == ip(number));
+        assert_eq!([1, 2, 3].map(has), [true, false, true], "the first one had a link");
+        assert_eq!(all[0].alias, Ipv4Addr::from([10, 9, 0, 1]), "one of the settings");
     }
 }

@@ -76,7 +76,8 @@ fn begin(shared: &Arc<Shared>, socket: LocalSocket, route: Route) {
     let shared_too = Arc::clone(shared);
     // A peer accepts only streams whose source is the address that it knows this host by.
     let is_own = route.source.ip() == shared.admission.alias;
-    match shared.peers.at(route.destination.ip()).filter(|_| is_own) {
+    let peer = if is_own { shared.peers.at(route.destination.ip()) } else { None };
+    match peer {
         Some(peer) => shared.spawn(carry(shared_too, peer, socket, route)),
         None if shared.config().direct => shared.spawn(async move {
             join_directly(&shared_too, socket, connect_directly(route)).await;
