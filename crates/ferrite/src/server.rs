@@ -107,7 +107,7 @@ Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves its data,
 JSON lines: {event: ready, pid, program, module, unix_socket, engine, tcp_port, status, address,
   devices[], reason}, {event: restarting, code, restart, delay_seconds}, {event: ended, code}
   (if an engine has been ready).
-  With --check: {program, version, module, unix_socket, configuration[]}.
+  With --check: {program, version, module, unix_socket, configuration[], agent?}.
   Failures print {error: {kind, message}}.";
 
 fn help() -> String {
