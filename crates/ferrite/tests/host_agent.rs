@@ -173,8 +173,8 @@ fn clients_that_use_all_streams_do_not_block_the_bus() {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    // Both agents may have opened a link at the same time. Then a few streams may be on the link that
-    // ends, and the other link has room for as many more.
+    // Both agents may have opened a link at the same time. Then a few streams may be on the link
+    // that ends, and the other link has room for as many more.
     while is_served(&mut clients, group.connect(1, 2, 7001)) {
         assert!(clients.len() < 4500, "there is no limit");
         std::thread::sleep(Duration::from_millis(2));

@@ -152,8 +152,8 @@ impl Agent {
     }
 
     /// Checks that the rules redirect a connection of a program, but no connection that has a mark.
-    /// The connections of the check do not leave this host. Programs may connect to peers meanwhile:
-    /// [`Agent::serve`] carries their connections.
+    /// The connections of the check do not leave this host. Programs may connect to peers
+    /// meanwhile: [`Agent::serve`] carries their connections.
     ///
     /// # Errors
     /// Returns what the rules do instead.

@@ -2,8 +2,8 @@
 //!
 //! The kernel removes the rules when their owner ends (`flags owner`), so that a dead agent does
 //! not cut off its host. The owner is a child process, `nft -i`, which ends at the end of its
-//! input. A second child, [`RELAY`], passes the agent's commands on to it. If the agent ends for any
-//! reason, the relay's input ends, then the relay and `nft` end, and the rules are removed.
+//! input. A second child, [`RELAY`], passes the agent's commands on to it. If the agent ends for
+//! any reason, the relay's input ends, then the relay and `nft` end, and the rules are removed.
 //!
 //! While a new agent takes over from an old one that drains, both have rules. So each process has a
 //! table of its own.
