@@ -176,10 +176,11 @@ impl Values {
         Ok(())
     }
 
-    /// Parses a value and sets it.
+    /// Parses a value and sets it, as [`Values::set`] does.
     ///
     /// # Errors
-    /// Returns an error that says what was expected.
+    /// Returns an error that says what was expected, if the text is no value of this setting. If
+    /// the same origin has set another value before, returns an error that names that value.
     pub fn set_text(
         &mut self,
         setting: &Setting,

@@ -1,6 +1,7 @@
-//! Tests that the settings of other RDMA software are accepted by their names there, except those
-//! that are refused, and that they have their effect on the fake provider. The module, the gateway
-//! and the relay open their fabrics in the same way.
+//! Ferrite accepts the settings of other RDMA software under the names that they have in that
+//! software, except those that it refuses with a replacement. These tests set each of them by that
+//! name, and check its effect on the fake provider. They use only the gateway's settings, because
+//! the module and the relay open their fabrics in the same way.
 
 mod captured_log;
 

@@ -341,8 +341,8 @@ impl Pool {
         self.0.core.heaps.iter().any(Heap::has_grown)
     }
 
-    /// Returns the total bytes that were ever returned. While this does not change,
-    /// [`Pool::shrink`] has nothing new to do.
+    /// Returns the total size of the blocks that their users have ever given back to the pool.
+    /// While this does not change, [`Pool::shrink`] has nothing new to do.
     pub(crate) fn returned_bytes(&self) -> u64 {
         self.0.core.cache.returned_bytes()
     }

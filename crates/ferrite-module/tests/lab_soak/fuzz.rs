@@ -145,7 +145,8 @@ fn violate(raw: &RawConnection, window: Registration, random: &mut Random) {
     }
 }
 
-/// Sends invalid and almost valid commands over every transport.
+/// Sends invalid and almost valid commands, each time over RDMA (as a Ferrite or a Valkey peer) or
+/// TCP, chosen at random (see `open`).
 pub(crate) async fn send_invalid(world: &World, random: &mut Random) {
     for _ in 0..AT_A_TIME {
         let engine = random.below(2) as usize;

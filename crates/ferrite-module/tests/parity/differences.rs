@@ -72,8 +72,8 @@ const RULES: &[(&str, Rule, &str)] = &[
     ("xinfo|stream", Rule::Type, "FULL has times"),
 ];
 
-/// Commands that are not generated, because they are in the scripts, have a state of their own, or
-/// are not tested.
+/// Commands that the generator leaves out, each with the reason. They are tested by `scripts.txt`,
+/// or by a function of `states.rs` ("a separate state"), or not at all.
 const NOT_GENERATED: &[(&str, &str)] = &[
     ("acl|deluser", "could delete the test's own users: in the scripts"),
     ("acl|load", "could delete the test's own users: in the scripts"),

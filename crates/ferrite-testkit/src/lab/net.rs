@@ -38,7 +38,8 @@ pub struct Restore(pub &'static str);
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        // Does not call `sh`, because a second panic would hide the first one.
+        // Starts the shell directly. The helper `sh()` panics on failure, and a second panic while
+        // a test unwinds would hide the first one.
         let restored =
             Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
         assert!(restored || std::thread::panicking(), "cannot restore the network: {}", self.0);

@@ -8,7 +8,6 @@
 //! While a new agent takes over from an old one that drains, both have rules. So each process has a
 //! table of its own.
 
-use std::hash::{BuildHasher as _, RandomState};
 use std::process::Stdio;
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -59,12 +58,13 @@ struct Owner {
 }
 
 impl Redirection {
-    /// Returns the name of the table: one for each process. Processes in containers that share the
-    /// network of the host often have the same number.
+    /// Returns the name of the table: one for each process. Containers that share the network of
+    /// the host often have the same process id, but never the same namespace of process ids.
     fn table() -> &'static str {
         static NAME: LazyLock<String> = LazyLock::new(|| {
-            let random = RandomState::new().hash_one(std::process::id());
-            format!("ferrite_{}_{random:016x}", std::process::id())
+            let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+            let number = namespace.to_string_lossy().replace(|c: char| !c.is_ascii_digit(), "");
+            format!("ferrite_{}_{number}", std::process::id())
         });
         &NAME
     }

@@ -162,7 +162,7 @@ impl LoadConnection {
             }
             self.build_batch(plan);
             let errors = self.exchange(self.pipeline).await;
-            let errors = errors.context("lost the connection to the server")?;
+            let errors = errors.context("cannot measure on this connection")?;
             self.record(&mut shared.lock(), due, from, errors);
             if let Some(interval) = self.interval {
                 due += interval;

@@ -117,19 +117,18 @@ fn agent_has_the_settings_of_its_section_and_an_admin_port_of_its_own() {
     let arguments: Vec<_> = config.for_module().collect();
     assert_eq!(arguments, [("admin-listen", "127.0.0.1:1".to_owned())]);
     // The certificates are missing.
-    let wrong = config.agent_setup(Path::new("/s")).err().expect("an error");
-    assert!(wrong.is::<settings::WrongSettings>() && wrong.is::<AgentStart>());
+    let make_setup = config.agent_setup(Path::new("/s")).expect("an agent");
+    let wrong = make_setup().err().expect("an error");
+    assert!(wrong.is::<settings::WrongSettings>());
     let wrong = format!("{wrong:#}");
-    assert!(wrong.starts_with("agent: 192.0.2.1:7470 is not a loopback address"), "{wrong}");
+    assert!(wrong.starts_with("192.0.2.1:7470 is not a loopback address"), "{wrong}");
     let allowed = text.replace("\nports", "\nallow_unauthenticated_peers = true\nports");
     let config = Config::parse(&allowed).expect("a valid file");
-    let setup = config.agent_setup(Path::new("/s")).expect("valid settings");
+    let make_setup = config.agent_setup(Path::new("/s")).expect("an agent");
     assert_eq!(
-        setup.map(|setup| setup.describe()).as_deref(),
-        Some(
-            "alias 192.0.2.1, peers 192.0.2.2, ports 6379 (mode transparent, RDMA: require, \
-             direct: refuse)"
-        )
+        make_setup().expect("valid settings").describe(),
+        "alias 192.0.2.1, peers 192.0.2.2, ports 6379 (mode transparent, RDMA: require, direct: \
+         refuse)"
     );
     assert_eq!(Config::parse("").expect("valid").agent, None);
 }
