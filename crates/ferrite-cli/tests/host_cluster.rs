@@ -1,6 +1,6 @@
 //! `ferrite-cli -c` in a cluster on this host: the same output as `redis-cli -c`.
 
-use std::io::Write as _;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Command, Output, Stdio};
 
 use ferrite_testkit::cluster::{Cluster, Shape};
@@ -157,10 +157,14 @@ fn subscribes_at_the_node_of_a_sharded_channel() {
         number != 2 || count.1 == 1
     });
     assert_eq!(cluster.ask::<u32>(2, &["SPUBLISH", &channel, "text"]), 1);
+    let mut output = BufReader::new(process.stdout.take().expect("piped"));
+    let mut shown = String::new();
+    while !shown.ends_with("\"text\"\n") {
+        assert!(output.read_line(&mut shown).expect("UTF-8") > 0, "{shown}");
+    }
     // The end of the server ends the program.
     cluster.nodes[2].engine.kill();
-    let output = process.stdout.take().expect("piped");
-    let shown = std::io::read_to_string(output).expect("UTF-8");
+    output.read_to_string(&mut shown).expect("UTF-8");
     process.wait().expect("the end of ferrite-cli");
     let lines: Vec<_> = shown.lines().collect();
     let expected = [

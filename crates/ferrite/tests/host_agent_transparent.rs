@@ -230,15 +230,18 @@ fn signal_ends_redirection_and_lets_connections_go_on() {
 fn rules_are_set_again_if_their_owner_is_killed() {
     let Some(group) = group(2, &[]) else { return };
     let agent = group.agent(2).process.0.id();
-    let children = || {
+    let owner = || {
         let path = format!("/proc/{agent}/task/{agent}/children");
-        std::fs::read_to_string(path).expect("children").trim().to_owned()
+        let children = std::fs::read_to_string(path).expect("children");
+        let children = children.split_whitespace().map(|pid| pid.parse().expect("a number"));
+        let name = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
+        let mut owners = children.filter(|pid| name(pid).is_ok_and(|name| name.trim() == "nft"));
+        owners.next()
     };
-    let nft = children();
-    signal("KILL", nft.parse().expect("one child"));
+    let first = owner().expect("nft");
+    signal("KILL", first);
     until(TIMEOUT, "another owner", || {
-        let now = children();
-        now != nft && !now.is_empty() && has_rules(&group.hosts, 2)
+        owner().is_some_and(|now| now != first) && has_rules(&group.hosts, 2)
     });
     let _engine = group.start_engine(1, 7001, &AUTH);
     assert_eq!(group.client(2, 1, 7001).ask(&["PING"]), "+PONG");

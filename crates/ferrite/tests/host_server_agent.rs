@@ -166,7 +166,7 @@ fn replication_goes_over_the_agents_and_a_signal_ends_all_parts_in_order() {
 
     client.ok(&["SET", "last", "word"]);
     let children = primary.children();
-    assert_eq!(children.len(), 2, "the engine, and the owner of the rules: {children:?}");
+    assert_eq!(children.len(), 3, "the engine, the owner of the rules, its relay: {children:?}");
     primary.server.signal("TERM");
     assert_eq!(primary.server.event("ended")["code"], 0);
     assert_eq!(primary.server.end().0, Some(0));
