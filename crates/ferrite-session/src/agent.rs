@@ -195,6 +195,7 @@ impl Agent {
         if let Some(listener) = programs.redirected {
             local.spawn(transparent::accept(Arc::clone(&self.shared), listener, programs.early));
         }
+        listeners.iter().for_each(|listener| links::check_requests(&self.shared, listener));
         let mut accepting = JoinSet::new();
         for listener in listeners {
             accepting.spawn(links::accept(Arc::clone(&self.shared), listener));

@@ -113,6 +113,14 @@ impl Peers {
             && !known.iter().any(|peer| peer.address.ip() == ip)
     }
 
+    /// Returns whether a host of the networks is no peer yet, and can become one.
+    pub(super) fn may_add(&self, ip: IpAddr) -> bool {
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        self.host_of_networks(ip).is_some()
+            && !known.iter().any(|peer| peer.address.ip() == ip)
+            && (known.len() < PEERS_MAX || self.oldest_unused(&known).is_some())
+    }
+
     /// Returns the address of another host of the networks, and the port of its agent.
     fn host_of_networks(&self, ip: IpAddr) -> Option<(Ipv4Addr, u16)> {
         let (Some(transparent), IpAddr::V4(alias)) = (&self.transparent, ip) else { return None };
