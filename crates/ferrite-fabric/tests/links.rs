@@ -131,7 +131,7 @@ macro_rules! run_suite {
                 connects_to_itself, keeps_handshakes_when_the_listener_was_delayed);
             run_suite!(@ $run, one_sided:
                 failed_registration_returns_the_buffer, forged_grants_end_the_link,
-                owner_reports_the_first_cause);
+                owner_reports_the_first_cause, features_that_the_peer_lacks_are_not_used);
             run_suite!(@ $run, revocation: use_after_revocation_ends_the_link);
         }
     };
