@@ -98,6 +98,21 @@ impl Hosts {
         format!("fe_rxe{host}")
     }
 
+    /// Returns the name of the bridge's interface to a host. It exists within the bridge's namespace
+    /// ([`Hosts::within_bridge`]).
+    #[must_use]
+    pub fn bridge_port(&self, host: usize) -> String {
+        format!("p{host}")
+    }
+
+    /// Runs code on a thread in the namespace of the bridge.
+    ///
+    /// # Panics
+    /// If the code panics.
+    pub fn within_bridge<T: Send>(&self, run: impl FnOnce() -> T + Send) -> T {
+        self.within_namespace(0, run)
+    }
+
     /// Runs code on a thread of a host. Processes that it starts, and sockets that it opens, belong
     /// to the host.
     ///
@@ -105,6 +120,10 @@ impl Hosts {
     /// If the code panics, or the host does not exist.
     pub fn within<T: Send>(&self, host: usize, run: impl FnOnce() -> T + Send) -> T {
         assert!((1..=self.count).contains(&host), "host {host} does not exist");
+        self.within_namespace(host, run)
+    }
+
+    fn within_namespace<T: Send>(&self, host: usize, run: impl FnOnce() -> T + Send) -> T {
         let path = Path::new("/run/netns").join(self.namespace(host));
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
