@@ -45,7 +45,7 @@ pub mod wire;
 
 pub use config::Config;
 pub use error::{Error, ErrorKind};
-pub use fabric::listener::ForeignTcpPeer;
+pub use fabric::listener::{ForeignTcpPeer, LinkRequest};
 pub use fabric::{Builder, Fabric, FabricStats};
 pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
 pub use ferrite_verbs::rdma_core; // for `--version`

@@ -131,7 +131,7 @@ macro_rules! run_suite {
                 connects_to_itself, keeps_handshakes_when_the_listener_was_delayed);
             run_suite!(@ $run, one_sided:
                 failed_registration_returns_the_buffer, forged_grants_end_the_link,
-                owner_reports_the_first_cause);
+                owner_reports_the_first_cause, features_that_the_peer_lacks_are_not_used);
             run_suite!(@ $run, revocation: use_after_revocation_ends_the_link);
         }
     };
@@ -161,6 +161,7 @@ macro_rules! run_suite {
             dropping_the_peers_fabric_ends_the_link, detects_a_stalled_peer, idle_links_stay_up);
         run_suite!(@ $run, handshake:
             refused_when_nobody_listens, fails_when_no_host_has_the_address,
+            refuses_peers_that_the_program_does_not_admit,
             times_out_without_an_answer, dropping_the_future_cancels,
             closes_links_that_are_never_taken, dropping_the_listener_closes_pending_links,
             refuses_links_beyond_max_connections, fifty_concurrent_connects);

@@ -62,6 +62,7 @@ use self::engine_access::EngineAccessProbe;
 pub use self::identity::AgentTls;
 pub use self::marks::{DELIVERY_MARK, DIRECT_MARK};
 use self::peer::Peer;
+use self::peer_links::Sharing;
 use self::peers::Peers;
 use self::stats::Counters;
 pub use self::stats::{AgentPeerStats, AgentStats};
@@ -125,8 +126,10 @@ impl Agent {
     pub fn new(fabric: Fabric, config: AgentConfig) -> Result<Self, String> {
         config.check()?;
         let (sender, tasks) = mpsc::unbounded_channel();
-        let shared_by = config.tls.is_some().then(|| fabric.instance());
-        let peers = Peers::new(&config, shared_by);
+        // A handshake, and then the upgrade to RDMA if the called side requires RDMA.
+        let longest_attempt = 2 * fabric.config().connection_timeout;
+        let sharing = Sharing { instance: fabric.instance(), longest_attempt };
+        let peers = Peers::new(&config, config.tls.is_some().then_some(sharing));
         let AgentConfig { alias, deliver, own, .. } = config.clone();
         let shared = Shared {
             fabric,
@@ -192,6 +195,7 @@ impl Agent {
         if let Some(listener) = programs.redirected {
             local.spawn(transparent::accept(Arc::clone(&self.shared), listener, programs.early));
         }
+        listeners.iter().for_each(|listener| links::check_requests(&self.shared, listener));
         let mut accepting = JoinSet::new();
         for listener in listeners {
             accepting.spawn(links::accept(Arc::clone(&self.shared), listener));

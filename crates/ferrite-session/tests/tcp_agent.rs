@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use ferrite_config::ports::PortSet;
 use ferrite_fabric::rustls::crypto::ring;
+use ferrite_fabric::wire::RefusalCode;
 use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Listener, Rdma, Transport};
 use ferrite_session::agent::{Agent, AgentConfig, AgentHandle, AgentPeer, AgentTls};
 use ferrite_session::mux::protocol::{self, Class, Route};
@@ -169,9 +170,38 @@ async fn link_from_an_unknown_address_is_refused() {
     let listener = fabric.listen("127.0.0.1:0".parse().expect("an address")).expect("listen");
     let address = listener.local_addr();
     let agent = start(&fabric, AgentConfig::new(ip(1)), vec![listener]);
-    let link = other.connect(address).await.expect("a link");
-    assert!(link.ended().await.is_err() || link.failure().is_some(), "it ends");
-    until_async("it is counted", async || agent.links_refused("address") == 1).await;
+    let error = other.connect(address).await.map(drop).expect_err("a refusal");
+    let refusal = error.refusal().expect("a refusal of the agent");
+    assert_eq!(refusal.code, RefusalCode::POLICY);
+    assert_eq!(refusal.text, "127.0.0.1 is the address of no peer");
+    assert_eq!(agent.links_refused("address"), 1);
+    agent.finish().await;
+}
+
+#[tokio::test]
+async fn links_of_a_peer_beyond_the_limit_are_refused() {
+    const LINKS_MAX: usize = 16;
+    let (fabric, other) = (fabric(), fabric());
+    let listener = fabric.listen("127.0.0.1:0".parse().expect("an address")).expect("listen");
+    let address = listener.local_addr();
+    let mut config = AgentConfig::new(ip(1));
+    let peer_ip = ip(2);
+    // Nothing listens there, so the agent does not connect.
+    config.peers = vec![AgentPeer::new(peer_ip, (peer_ip, free_port()).into())];
+    config.ports = PortSet::parse([free_port().to_string()]).expect("a port");
+    let agent = start(&fabric, config, vec![listener]);
+    let options = ConnectOptions::new().local((peer_ip, 0).into());
+    let mut links = Vec::new();
+    for count in 1..=LINKS_MAX {
+        links.push(other.connect_with(address, &options).await.expect("a link"));
+        until_async("the link", async || agent.handle.stats().peers[0].links.len() == count).await;
+    }
+    let error = other.connect_with(address, &options).await.map(drop).expect_err("a refusal");
+    let refusal = error.refusal().expect("a refusal of the agent");
+    assert_eq!(refusal.code, RefusalCode::LIMIT);
+    assert!(refusal.text.starts_with("there are 16 links from "), "{refusal}");
+    assert_eq!(agent.links_refused("too_many"), 1);
+    drop(links);
     agent.finish().await;
 }
 
@@ -325,7 +355,8 @@ async fn link_with_tls_carries_the_streams_of_both_sides() {
 #[tokio::test]
 async fn certificate_of_another_host_gives_no_link_in_either_direction() {
     let certificates = Certificates::new();
-    let pair = Pair::connect([Some((&certificates, None)), Some((&certificates, Some(ip(5))))]);
+    let third = ip(5);
+    let pair = Pair::connect([Some((&certificates, None)), Some((&certificates, Some(third)))]);
     let pair = pair.await;
     until_async("a link that is refused", async || pair.agents[0].links_refused("certificate") > 0)
         .await;
@@ -333,10 +364,10 @@ async fn certificate_of_another_host_gives_no_link_in_either_direction() {
     let why = pair.agents[0].handle.check_links().await.expect_err("no link");
     assert!(why.contains("certificate") && why.contains("subjectAltName"), "{why}");
     assert_eq!(pair.agents[0].handle.stats().peers[0].links.len(), 0);
-    // The second agent learns of it only after the handshake.
+    // The first agent tells the second one.
     until_async("an error", async || pair.agents[1].handle.stats().peers[0].error.is_some()).await;
     let why = pair.agents[1].handle.check_links().await.expect_err("no link");
-    assert!(why.contains("right after the handshake"), "{why}");
+    assert!(why.contains(&third.to_string()) && why.contains("has the name of no peer"), "{why}");
     pair.finish().await;
 }
 
@@ -365,7 +396,7 @@ async fn peer_that_refuses_the_link_is_like_a_host_without_an_agent() {
         assert_eq!(&received, b"PING");
     }
     let why = agent.handle.check_links().await.expect_err("no link");
-    assert!(why.contains("right after the handshake"), "{why}");
+    assert!(why.contains("is the address of no peer"), "{why}");
     let stats = agent.handle.stats();
     assert_eq!((stats.direct, stats.without_link), (3, 0));
     assert_eq!(stats.peers[0].links_opened, 0);

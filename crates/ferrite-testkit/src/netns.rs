@@ -102,6 +102,21 @@ impl Hosts {
         format!("fe_rxe{host}")
     }
 
+    /// Returns the name of the bridge's interface to a host. It exists within the bridge's namespace
+    /// ([`Hosts::within_bridge`]).
+    #[must_use]
+    pub fn bridge_port(&self, host: usize) -> String {
+        format!("p{host}")
+    }
+
+    /// Runs code on a thread in the namespace of the bridge.
+    ///
+    /// # Panics
+    /// If the code panics.
+    pub fn within_bridge<T: Send>(&self, run: impl FnOnce() -> T + Send) -> T {
+        self.within_namespace(0, run)
+    }
+
     /// Runs code on a thread of a host. Processes that it starts, and sockets that it opens, belong
     /// to the host.
     ///
@@ -112,22 +127,14 @@ impl Hosts {
         self.within_namespace(host, run)
     }
 
-    /// Runs code on a thread beside the bridge, whose port to host N is called pN.
-    ///
-    /// # Panics
-    /// If the code panics.
-    pub fn at_the_bridge<T: Send>(&self, run: impl FnOnce() -> T + Send) -> T {
-        self.within_namespace(0, run)
-    }
-
     /// Returns the number of hosts.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count
     }
 
-    fn within_namespace<T: Send>(&self, number: usize, run: impl FnOnce() -> T + Send) -> T {
-        let path = Path::new("/run/netns").join(self.namespace(number));
+    fn within_namespace<T: Send>(&self, host: usize, run: impl FnOnce() -> T + Send) -> T {
+        let path = Path::new("/run/netns").join(self.namespace(host));
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
                 let namespace = File::open(&path).expect("a namespace");

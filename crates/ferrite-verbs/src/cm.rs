@@ -162,7 +162,11 @@ impl CmId {
             self.channel.opened_devices().note(self.raw());
         }
         if let Some(entry) = self.channel.id_infos().get_mut(&self.key) {
-            (entry.local, entry.device) = (info.local, info.device);
+            (entry.local, entry.device, entry.context) = (info.local, info.device, info.context);
+            // Another thread may have fetched the event during the call.
+            if entry.device_removed {
+                self.channel.opened_devices().forget(entry.context);
+            }
         }
     }
 
@@ -443,4 +447,28 @@ fn no_route_if_no_device(error: Error, addr: SocketAddr) -> Error {
 
 fn millis(timeout: Duration) -> i32 {
     i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX)
+}
+
+#[cfg(all(test, feature = "fake"))]
+mod tests {
+    use super::*;
+    use crate::fake::{DeviceSpec, World};
+
+    /// Another thread may fetch the event while the call that binds the identifier has not returned
+    /// yet.
+    #[test]
+    fn forgets_a_device_whose_removal_was_reported_during_a_bind() {
+        let world = World::new();
+        world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
+        let channel = world.verbs().open_event_channel().expect("a channel");
+        let any_port = "10.0.0.1:0".parse().expect("an address");
+        let first = channel.create_id().expect("an identifier");
+        first.bind(any_port).expect("bound");
+        let second = channel.create_id().expect("an identifier");
+        let set_removed = |info: Option<&mut IdInfo>| info.expect("known").device_removed = true;
+        set_removed(channel.id_infos().get_mut(&second.key));
+        assert!(!channel.opened_devices().is_empty());
+        second.bind(any_port).expect("bound");
+        assert!(channel.opened_devices().is_empty());
+    }
 }

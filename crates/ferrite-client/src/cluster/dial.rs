@@ -10,10 +10,11 @@ use ferrite_session::{ConnectError, Connector, Host, Session, SessionTransport};
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Pipeline, RedisError, RedisResult, Value};
 use tokio::task::JoinHandle;
+use tokio::time::timeout_at;
 
 use super::directory::{Way, is_rdma, own_endpoints};
 use super::shared::Shared;
-use crate::client::{Client, Dialed, resolve, summarize};
+use crate::client::{Client, Dialed, is_connection_error, resolve, summarize};
 use crate::progress::Progress;
 
 /// An open connection, and the task that drives it. The task ends with the connection.
@@ -34,7 +35,7 @@ pub(super) struct Dialer<'a> {
 
 /// Why a module was not reached over RDMA.
 enum NoRdma {
-    /// RDMA to this address failed.
+    /// RDMA to this address failed, or the server accepted it and did not answer the login.
     Failed(SocketAddr, ferrite_fabric::Error),
     /// The server refused the login, or the settings allow no RDMA.
     Refused(RedisError),
@@ -144,8 +145,8 @@ impl Dialer<'_> {
         self.shared.client().settings().connect_timeout.min(self.shared.retry_for / 4)
     }
 
-    /// Connects to the first of a module's addresses that accepts RDMA. An address that does not
-    /// answer leaves an equal part of the time to each of the others.
+    /// Logs in at the first of a module's addresses that accepts RDMA and answers. An address that
+    /// does not answer leaves an equal part of the time to each of the others.
     async fn dial_rdma(&self, endpoints: &[Host]) -> Result<Opened, NoRdma> {
         let connector = self.connector().map_err(NoRdma::Refused)?;
         let until = Instant::now() + self.rdma_time();
@@ -158,10 +159,17 @@ impl Dialer<'_> {
         for (index, address) in addresses.iter().enumerate() {
             let left = until.saturating_duration_since(Instant::now());
             let share = part(left, addresses.len() - index);
+            let share_ends = tokio::time::Instant::now() + share;
             match connector.clone().rdma_timeout(share).open_over_rdma(*address).await {
                 Ok(session) => {
-                    let opened = self.log_in(*address, session, None).await;
-                    return opened.map_err(NoRdma::Refused);
+                    let login = timeout_at(share_ends, self.log_in(*address, session, None)).await;
+                    let why = match login {
+                        Ok(Err(error)) if is_connection_error(&error) => error.to_string(),
+                        Ok(opened) => return opened.map_err(NoRdma::Refused),
+                        Err(_) => format!("no answer to the login within {share:?}"),
+                    };
+                    let why = format!("{address} accepted the connection over RDMA, but: {why}");
+                    failure = Some((*address, ferrite_fabric::Error::not_served(why)));
                 }
                 Err(ConnectError { rdma: Some(error), .. }) => failure = Some((*address, error)),
                 // TLS is configured, so RDMA is not allowed.

@@ -9,11 +9,13 @@ use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use ferrite_verbs::{CmKey, ConnectionRequest};
+use rustls::pki_types::CertificateDer;
 
 use crate::error::Error;
 use crate::link::core::{Wakes, keep};
 use crate::link::shared::LinkShared;
 use crate::mem::lock;
+use crate::wire::RefusalCode;
 
 /// Maximum number of open links that wait for the program to accept them. Also the backlog of the
 /// RDMA listener in the kernel.
@@ -23,6 +25,19 @@ const FOREIGN_PEERS: usize = 64;
 /// Maximum number of TCP connections of foreign peers that wait to be accepted. They cost less than
 /// RDMA requests.
 const FOREIGN_TCP_PEERS: usize = 1024;
+
+/// A peer that asks for a new link.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct LinkRequest<'a> {
+    /// The peer's address. A peer that connects by RDMA CM has not proven that it has this address.
+    pub peer: Option<SocketAddr>,
+    /// The verified certificates of the peer, its own first. Empty without mutual TLS.
+    pub certificates: &'a [CertificateDer<'static>],
+}
+
+/// Decides whether a peer may have a link.
+pub(crate) type Admit = dyn Fn(&LinkRequest<'_>) -> Result<(), (RefusalCode, String)> + Send + Sync;
 
 pub(crate) struct ListenerShared {
     pub(crate) queue: Mutex<Queue>,
@@ -37,6 +52,8 @@ pub(crate) struct ListenerShared {
     pub(crate) foreign_peers_only: bool,
     /// Whether links begin over TCP alone, so that requests by RDMA CM are refused.
     pub(crate) refuses_cm: bool,
+    /// The program's check of new links; without one, all are accepted.
+    pub(crate) admit: Mutex<Option<Arc<Admit>>>,
 }
 
 #[derive(Default)]
@@ -81,8 +98,21 @@ impl<T> AcceptQueue<T> {
 
 impl ListenerShared {
     pub(crate) fn new(ip: IpAddr, can_migrate: bool, foreign_peers_only: bool) -> Self {
-        let (queue, rdma) = (Mutex::default(), Mutex::default());
-        Self { queue, rdma, ip, can_migrate, foreign_peers_only, refuses_cm: false }
+        Self {
+            queue: Mutex::default(),
+            rdma: Mutex::default(),
+            ip,
+            can_migrate,
+            foreign_peers_only,
+            refuses_cm: false,
+            admit: Mutex::default(),
+        }
+    }
+
+    /// Asks the program whether a peer may have a link.
+    pub(crate) fn admit(&self, request: &LinkRequest<'_>) -> Result<(), (RefusalCode, String)> {
+        let admit = lock(&self.admit).clone();
+        admit.map_or(Ok(()), |admit| admit(request))
     }
 
     /// Waits for the next foreign peer in one of the queues.

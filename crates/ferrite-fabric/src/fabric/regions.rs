@@ -30,7 +30,7 @@ use crate::link::core::{Wakes, keep};
 use crate::link::shared::LinkShared;
 use crate::link::state::Request;
 use crate::mem::{BufMut, Exposed, Pool, Window, lock};
-use crate::wire::{GrantToken, Rights};
+use crate::wire::{Features, GrantToken, Rights};
 
 /// A region, shared between its owner and the fabric.
 pub(crate) struct RegionShared {
@@ -248,10 +248,14 @@ fn access_of(rights: Rights) -> Access {
 }
 
 impl RegionShared {
-    /// Grants the peer of `link` access. Returns the token that the peer needs.
+    /// Grants the peer of `link` access. Returns the token that the peer needs. If the peer does not
+    /// use grants, the token has no key and gives no access.
     pub(crate) fn grant_to(&self, pool: &Pool, link: &Arc<LinkShared>) -> GrantToken {
         let RemoteSlice { addr, len, rkey } = self.remote;
         let mut token = GrantToken { grant: self.id, addr, len, rkey, rights: self.rights };
+        if !link.with(|state, _, _| state.core.uses(Features::ONE_SIDED)) {
+            return GrantToken { addr: 0, rkey: 0, ..token };
+        }
         let access = access_of(self.rights);
         // The link may be on another device than the region. Or it may have had no device when the
         // region was created.

@@ -13,10 +13,11 @@ use rustls::ServerConfig;
 use super::link::Link;
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Fabric;
-use crate::fabric::listener::ListenerShared;
+use crate::fabric::listener::{LinkRequest, ListenerShared};
 use crate::link::core::keep;
 use crate::mem::lock;
 use crate::policy::{Attempts, Rdma};
+use crate::wire::RefusalCode;
 
 /// Accepts links of peers. Dropping the listener stops listening. Accepted links stay open.
 ///
@@ -305,6 +306,20 @@ impl Listener {
     #[must_use]
     pub fn absence(&self) -> Option<&Error> {
         self.absence.as_ref()
+    }
+
+    /// Lets `admit` decide about each new link, before the link is accepted. A peer that it does not
+    /// admit receives the code and the text (at most [`Refusal::TEXT_BYTES_MAX`] bytes) as the
+    /// reason. Links that continue after the loss of their path are not asked about.
+    ///
+    /// The driver calls `admit` for each request, so it must not wait, nor call this fabric.
+    ///
+    /// [`Refusal::TEXT_BYTES_MAX`]: crate::wire::Refusal::TEXT_BYTES_MAX
+    pub fn admit_if(
+        &self,
+        admit: impl Fn(&LinkRequest<'_>) -> Result<(), (RefusalCode, String)> + Send + Sync + 'static,
+    ) {
+        *lock(&self.shared.admit) = Some(Arc::new(admit));
     }
 
     /// Waits for the next link. Safe to cancel: a link that was not taken stays in the queue.

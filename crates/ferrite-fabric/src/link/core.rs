@@ -163,9 +163,8 @@ impl LinkCore {
     /// Completes the handshake: applies the peer's hello, and opens the link.
     pub(crate) fn open(&mut self, peer: Hello, now: Instant) {
         self.set_peer(peer);
-        let common = peer.features & self.limits.hello.features;
         self.migration.is_possible =
-            common.contains(Features::MOVE) && peer.session != 0 && self.limits.hello.session != 0;
+            self.uses(Features::MOVE) && peer.session != 0 && self.limits.hello.session != 0;
         self.liveness.on_heard(now);
         if matches!(self.phase, Phase::Opening) {
             self.phase = Phase::Up;
@@ -176,6 +175,11 @@ impl LinkCore {
     pub(crate) fn set_peer(&mut self, peer: Hello) {
         self.peer = peer;
         self.credits.set_peer_window(peer.window);
+    }
+
+    /// Returns whether both sides have these features. A link uses no others.
+    pub(crate) fn uses(&self, features: Features) -> bool {
+        (self.peer.features & self.limits.hello.features).contains(features)
     }
 
     /// Returns the hello of this side.

@@ -55,8 +55,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// Optional capabilities of a peer. A link may use those that both sides have. Links of this
-/// implementation check only whether the peer has [`Features::MOVE`], not the others.
+/// Optional capabilities of a peer. A link uses only those that both sides have.
 ///
 /// ```
 /// use ferrite_fabric::wire::Features;

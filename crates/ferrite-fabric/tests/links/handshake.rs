@@ -1,6 +1,8 @@
 //! Handshakes: how peers connect, and which errors they get when they cannot.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{Hello, Refusal, RefusalCode, Version};
@@ -60,6 +62,31 @@ pub(crate) fn fails_when_no_host_has_the_address(fixture: &Fixture) {
         failed(fabric.listen("192.0.2.7:0".parse().expect("an address")), "not a local address");
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
     clear([fabric]);
+}
+
+/// The program decides about each link in the handshake, and the peer receives the reason.
+pub(crate) fn refuses_peers_that_the_program_does_not_admit(fixture: &Fixture) {
+    let [host, peer] = &fixture.hosts;
+    let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
+    let mut listener = b.listen(host.any_port()).expect("listen");
+    let (is_open, ip) = (Arc::new(AtomicBool::new(false)), peer.ip);
+    let admits = Arc::clone(&is_open);
+    listener.admit_if(move |request| {
+        let is_from_peer = request.peer.is_some_and(|peer| peer.ip() == ip);
+        match admits.load(Ordering::Relaxed) {
+            true => Ok(()),
+            false => Err((RefusalCode::POLICY, format!("closed, from the peer: {is_from_peer}"))),
+        }
+    });
+    let error = failed(drive(&[&a, &b], connect(&a, peer, &listener)), "it is not admitted");
+    let refusal = error.refusal().expect("a refusal of the peer");
+    assert_eq!((error.kind(), refusal.code), (ErrorKind::Refused, RefusalCode::POLICY));
+    assert_eq!((&*refusal.text, b.stats().refused), ("closed, from the peer: true", 1));
+    assert!(poll_once(&mut listener.accept()).is_none(), "the program gets no link");
+    is_open.store(true, Ordering::Relaxed);
+    let links = open_link(&a, peer, &b, &mut listener);
+    drop((links, listener));
+    clear([a, b]);
 }
 
 /// A peer gets the request but never answers.

@@ -2,13 +2,16 @@
 
 use std::time::Duration;
 
-use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{Config, ErrorKind, Region};
+use ferrite_fabric::wire::{Features, GrantToken, Hello, Rights};
+use ferrite_fabric::{Config, Error, ErrorKind, Region};
 use futures_util::future::join_all;
 use futures_util::join;
 
-use super::pair::{End, Pair, buffer, failed, filled, pattern, poll_once};
+use super::pair::{End, Pair, buffer, clear, drive, failed, filled, pattern, poll_once};
+use super::verbs_peer::VerbsPeer;
 use super::{Fixture, KIB, MIB};
+use ferrite_testkit::handshake::HELLO;
+use ferrite_verbs::Status;
 
 /// Registers a region of `owner` with these bytes, and grants it to the peer.
 pub(crate) fn region(owner: &End, bytes: &[u8], rights: Rights) -> (Region, GrantToken) {
@@ -239,6 +242,39 @@ pub(crate) fn forged_grants_end_the_link(fixture: &Fixture) {
     assert_up(&pair);
     drop(region);
     pair.end();
+}
+
+/// A link uses only the features that both hellos have.
+pub(crate) fn features_that_the_peer_lacks_are_not_used(fixture: &Fixture) {
+    let host = &fixture.hosts[0];
+    for (features, has_grants) in [(Features::WRITE_IMM, false), (Features::ONE_SIDED, true)] {
+        let config = Config { access_back_off: Duration::ZERO, ..Config::default() };
+        let fabric = fixture.fabric(host, &config);
+        let mut listener = fabric.listen(host.any_port()).expect("listen");
+        let (to, hello) = (listener.local_addr(), Hello { features, ..HELLO });
+        let peer = VerbsPeer::connect(fixture, to, &hello.encode(), &[&fabric]);
+        let (mut peer, _) = peer.expect("a link");
+        let link = drive(&[&fabric], listener.accept()).expect("a link");
+        let (bytes, rights) = (pattern(1, 1000), Rights::READ_WRITE);
+        let region = link.register_memory(buffer(&fabric, &bytes), rights).expect("a region");
+        let token = region.grant(&link);
+        let writing = link.rdma_write_imm(&token, 0, filled(&fabric, b"x"), 7);
+        let error = failed(writing, "a notice");
+        assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+        if !has_grants {
+            let reading = link.rdma_read(&token, 0, fabric.buffer(8).expect("memory"));
+            let error = failed(reading.map_err(Error::from), "a read");
+            assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+            assert_ne!(peer.read(&token, &[&fabric]).0, Status::SUCCESS);
+        } else {
+            assert_eq!(peer.read(&token, &[&fabric]), (Status::SUCCESS, bytes));
+            peer.write_imm(&token, 7, &[&fabric]);
+            let error = failed(drive(&[&fabric], link.ended()), "a notice of the peer");
+            assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+        }
+        drop((peer, region, link, listener));
+        clear([fabric]);
+    }
 }
 
 /// Operations whose futures are dropped still complete, and their memory is returned.

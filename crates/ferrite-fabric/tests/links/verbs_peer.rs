@@ -171,6 +171,21 @@ impl VerbsPeer {
         (self.sent(fabrics), self.region.to_vec(RECEIVES * BLOCK, len))
     }
 
+    /// Writes a byte to the granted memory, with immediate data. Returns the status of the write.
+    pub(crate) fn write_imm(
+        &mut self,
+        token: &GrantToken,
+        imm: u32,
+        fabrics: &[&Fabric],
+    ) -> Status {
+        let at = RECEIVES * BLOCK;
+        let local = [self.region.sge(at..at + 1)];
+        let to = RemoteSlice { addr: token.addr, len: token.len, rkey: token.rkey };
+        let operation = Operation::WriteImm(to, imm);
+        self.qp.post_send(&[SendRequest::new(0, operation, &local).signaled()]).expect("post");
+        self.sent(fabrics)
+    }
+
     pub(crate) fn control(&mut self, control: Control, fabrics: &[&Fabric]) -> Status {
         self.send(Some(frame(true, false, 0, 0)), &control.encode(), fabrics)
     }

@@ -71,8 +71,8 @@ pub(super) fn find<'a, T>(
     from: Option<IpAddr>,
     peers: impl Iterator<Item = (&'a ServerName<'static>, IpAddr, T)>,
 ) -> Result<T, String> {
-    let unusable = |error: TlsError| format!("its certificate cannot be used: {error}");
-    let certificate = certificate.ok_or("it has presented no certificate")?;
+    let unusable = |error: TlsError| format!("the certificate cannot be used: {error}");
+    let certificate = certificate.ok_or("there is no certificate")?;
     let certificate = ParsedCertificate::try_from(certificate).map_err(unusable)?;
     let is_named = |name: &ServerName<'_>| verify_server_name(&certificate, name).is_ok();
     let named: Vec<_> = peers.filter(|(name, ..)| is_named(name)).collect();
@@ -81,7 +81,7 @@ pub(super) fn find<'a, T>(
     match peer {
         Some((.., peer)) => Ok(peer),
         None if count > 0 => Err(format!(
-            "its certificate has the names of {count} peers, and the link comes from the address \
+            "the certificate has the names of {count} peers, and the link comes from the address \
              of none of them; give each host a certificate of its own"
         )),
         None => {
@@ -91,7 +91,7 @@ pub(super) fn find<'a, T>(
                 false => own_names.join(", "),
             };
             Err(format!(
-                "its certificate ({names}) has the name of no peer; subjectAltName must have the \
+                "the certificate ({names}) has the name of no peer; subjectAltName must have the \
                  address or the name of the host that the setting `peers` has"
             ))
         }

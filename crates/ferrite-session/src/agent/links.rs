@@ -1,11 +1,16 @@
 //! Links to peers: connects and accepts them, and runs each until it ends.
 
+use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{ConnectOptions, Error, Link, Listener, LogLimit, Rdma, Transport};
+use ferrite_fabric::rustls::pki_types::CertificateDer;
+use ferrite_fabric::wire::RefusalCode;
+use ferrite_fabric::{
+    ConnectOptions, Error, Link, LinkRequest, Listener, LogLimit, Rdma, Transport,
+};
 use ferrite_proto::mux::{Config, Side};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout, timeout_at};
@@ -27,14 +32,13 @@ const RETIRE_AFTER: Duration = Duration::from_secs(1);
 /// Maximum number of links to a peer. Usually there are one or two, and as many again for some
 /// seconds after a restart. The limits of streams and of their memory are for each link.
 const LINKS_MAX: usize = 16;
-/// How long a link that this agent has opened is not used, because a peer that does not accept it
-/// ends it at once.
-const TRIAL: Duration = Duration::from_millis(50);
 /// A link of this agent that fails within this time counts as an attempt to connect that failed.
+/// Most peers that do not accept a link refuse it in the handshake. Others end it: those that
+/// require RDMA, and agents of earlier versions.
 const EARLY: Duration = Duration::from_secs(1);
 /// The probable cause if the peer ends a link that this agent has just opened.
-const NOT_ACCEPTED: &str = "the peer closed the link right after the handshake; it may not have \
-                            this host in its `peers`: see the log of the peer";
+const NOT_ACCEPTED: &str = "the peer closed the link right after the handshake; it may require \
+                            RDMA, or not have this host in its `peers`: see the log of the peer";
 
 /// Returns a link to a peer. Connects if there is none, and waits for a short time.
 pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(LinkId, Handle)> {
@@ -89,6 +93,42 @@ fn note_failure(peer: &Peer, why: &str) {
     }
 }
 
+/// Lets a listener refuse, with the cause, the links that this agent does not accept.
+pub(super) fn check_requests(shared: &Arc<Shared>, listener: &Listener) {
+    let shared = Arc::downgrade(shared);
+    listener.admit_if(move |request| {
+        let Some(shared) = shared.upgrade() else {
+            return Err((RefusalCode::SHUTDOWN, "the agent has ended".to_owned()));
+        };
+        admit(&shared, request).map_err(|(cause, why)| {
+            note_refusal(&shared, request.peer, cause, &why);
+            let code = match cause {
+                LinkRefused::TooMany => RefusalCode::LIMIT,
+                _ => RefusalCode::POLICY,
+            };
+            // The rest is advice for the operator of this agent.
+            (code, why.split(';').next().unwrap_or_default().to_owned())
+        })
+    });
+}
+
+/// Decides whether this agent accepts a link.
+fn admit(shared: &Shared, request: &LinkRequest<'_>) -> Result<(), (LinkRefused, String)> {
+    let ip = request.peer.map(|address| address.ip().to_canonical());
+    // Without TLS, the address of a request may be forged, so it adds no host to the peers.
+    if shared.tls.is_none() && ip.is_some_and(|ip| shared.peers.may_add(ip)) {
+        return Ok(());
+    }
+    check_count(&*identify(shared, request.peer, request.certificates)?)
+}
+
+fn check_count(peer: &Peer) -> Result<(), (LinkRefused, String)> {
+    if peer.link_count() < LINKS_MAX {
+        return Ok(());
+    }
+    Err((LinkRefused::TooMany, format!("there are {LINKS_MAX} links from {peer} already")))
+}
+
 /// Accepts links of peers until the listener fails.
 pub(super) async fn accept(shared: Arc<Shared>, mut listener: Listener) -> Error {
     loop {
@@ -96,54 +136,60 @@ pub(super) async fn accept(shared: Arc<Shared>, mut listener: Listener) -> Error
             Ok(link) => link,
             Err(error) => return error,
         };
-        match identify(&shared, &link) {
+        // The links have passed `admit`, except for the first ones and hosts that are no peers yet.
+        match identify(&shared, link.peer_addr(), link.peer_certificates()) {
             Ok(peer) => shared.spawn(run_accepted(Arc::clone(&shared), peer, link)),
-            Err((cause, why)) => refuse(&shared, &link, cause, &why),
+            Err(refused) => refuse(&shared, &link, refused),
         }
     }
 }
 
 /// Returns the peer that a link belongs to. With TLS, the link's certificate decides; without TLS,
 /// its address.
-fn identify(shared: &Shared, link: &Link) -> Result<Arc<Peer>, (LinkRefused, String)> {
-    let ip = link.peer_addr().map(|address| address.ip().to_canonical());
+fn identify(
+    shared: &Shared,
+    from: Option<SocketAddr>,
+    certificates: &[CertificateDer<'_>],
+) -> Result<Arc<Peer>, (LinkRefused, String)> {
+    let ip = from.map(|address| address.ip().to_canonical());
     // In transparent mode, this may add the host to the peers.
     let at_address = ip.and_then(|ip| shared.peers.at(ip));
     let has_no_room = || ip.is_some_and(|ip| shared.peers.has_no_room_for(ip));
     let no_room = || "this agent has too many hosts as peers already".to_owned();
     if shared.tls.is_none() {
-        let why =
-            || if has_no_room() { no_room() } else { "this is the address of no peer".into() };
+        let why = || match ip {
+            _ if has_no_room() => no_room(),
+            Some(ip) => format!("{ip} is the address of no peer"),
+            None => "its address is unknown".to_owned(),
+        };
         return at_address.ok_or_else(|| (LinkRefused::Address, why()));
     }
     let peers = shared.peers.all();
     let peers = peers.iter().map(|peer| (&peer.name, peer.address.ip(), Arc::clone(peer)));
-    identity::find(link.peer_certificates().first(), ip, peers)
+    identity::find(certificates.first(), ip, peers)
         .map_err(|why| (LinkRefused::Certificate, if has_no_room() { no_room() } else { why }))
 }
 
-fn refuse(shared: &Shared, link: &Link, cause: LinkRefused, why: &str) {
+fn note_refusal(shared: &Shared, from: Option<SocketAddr>, cause: LinkRefused, why: &str) {
     shared.counters.count_refused_link(cause);
     static LINES: LogLimit = LogLimit::new();
     if let Some(others) = LINES.pass() {
-        let from = link.peer_addr().map_or("unknown".to_owned(), |address| address.to_string());
+        let from = from.map_or("unknown".to_owned(), |address| address.to_string());
         tracing::warn!("refused a link from {from}: {why}{others}");
     }
+}
+
+/// Refuses a link after its handshake.
+fn refuse(shared: &Shared, link: &Link, (cause, why): (LinkRefused, String)) {
+    note_refusal(shared, link.peer_addr(), cause, &why);
     link.abort();
 }
 
 /// Runs a link that a peer has opened.
 async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
-    let has_too_many = || {
-        let is_full = peer.link_count() >= LINKS_MAX;
-        if is_full {
-            let why = format!("there are {LINKS_MAX} links to {peer} already");
-            refuse(&shared, &link, LinkRefused::TooMany, &why);
-        }
-        is_full
-    };
-    if has_too_many() {
-        return;
+    // Others may have been accepted meanwhile.
+    if let Err(refused) = check_count(&peer) {
+        return refuse(&shared, &link, refused);
     }
     if shared.fabric.config().rdma == Rdma::Require {
         // With TLS, a link begins over TCP.
@@ -155,31 +201,13 @@ async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
         let limit = shared.fabric.config().connection_timeout;
         if timeout(limit, upgraded).await.is_err() {
             let why = format!("this agent requires RDMA, but the link uses {}", link.transport());
-            return refuse(&shared, &link, LinkRefused::Transport, &why);
+            return refuse(&shared, &link, (LinkRefused::Transport, why));
         }
-        // Others may have been accepted meanwhile.
-        if has_too_many() {
-            return;
+        if let Err(refused) = check_count(&peer) {
+            return refuse(&shared, &link, refused);
         }
     }
     run(shared, peer, link, Side::Called).await;
-}
-
-/// Waits for a moment. Returns whether the peer has ended a link that this agent has opened. Does
-/// not wait if the peer has opened a link, too, because it then accepts links of this host.
-async fn ends_at_once(peer: &Peer, link: &Link) -> bool {
-    let mut changed = pin!(peer.changed.notified());
-    changed.as_mut().enable();
-    if peer.link_count() > 0 {
-        return false;
-    }
-    let trial = async {
-        tokio::select! {
-            _ = link.ended() => true,
-            () = changed => false,
-        }
-    };
-    timeout(TRIAL, trial).await.unwrap_or(false)
 }
 
 /// Runs a link until it ends.
@@ -193,9 +221,6 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
     };
     if link.peer_hello().instance == shared.fabric.instance() {
         return refuse("the address of this peer leads to this agent");
-    }
-    if side == Side::Caller && ends_at_once(&peer, &link).await {
-        return refuse(NOT_ACCEPTED);
     }
     let up_at = Instant::now();
     let Multiplexer { handle, mut incoming, driver } =

@@ -13,7 +13,7 @@ use ferrite_proto::mux::Side;
 use tokio::sync::Notify;
 
 use super::config::AgentPeer;
-use super::peer_links::{LinkId, PeerLinks, Step};
+use super::peer_links::{LinkId, PeerLinks, Sharing, Step};
 use super::socket::LocalSocket;
 use super::stats::{AgentPeerStats, PeerCounters, add};
 use crate::mux::MuxHandle;
@@ -59,15 +59,14 @@ pub(super) enum Way {
 }
 
 impl Peer {
-    /// Returns a peer without links. `shared_by` is the instance of this agent if the agents are
-    /// authenticated, so that they share one link. Peers with the same `failure_lines` together log
-    /// one failure a minute.
+    /// Returns a peer without links. `sharing` is set if the agents are authenticated, so that they
+    /// share one link. Peers with the same `failure_lines` together log one failure a minute.
     pub(super) fn new(
         peer: AgentPeer,
-        shared_by: Option<u64>,
+        sharing: Option<Sharing>,
         failure_lines: Arc<LogLimit>,
     ) -> Self {
-        let links = PeerLinks::new(shared_by);
+        let links = PeerLinks::new(sharing);
         Self {
             alias: peer.alias,
             address: peer.address,
@@ -109,7 +108,7 @@ impl Peer {
     ) -> Option<Handle> {
         add(&self.counters.links_opened, 1);
         let mut state = self.lock();
-        let retired = state.links.handle_up(id, side, link.peer_hello().instance);
+        let retired = state.links.handle_up(id, side, link.peer_hello().instance, Instant::now());
         state.live.insert(id, (link, handle));
         if state.links.active().is_some() {
             state.error = None;

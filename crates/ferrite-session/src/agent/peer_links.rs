@@ -10,6 +10,10 @@
 //! there are two links for a moment. Both sides keep the link that the agent with the lower
 //! instance has opened. The other link ends when its streams have ended. The instance is a random
 //! number of an agent's process, which the hello of a link carries.
+//!
+//! A peer connects only while it has no link. So if it connects long after the shared link was
+//! opened, it has lost that link, and this side has not noticed yet. The new link then replaces the
+//! old one.
 
 use std::time::{Duration, Instant};
 
@@ -39,11 +43,20 @@ pub(super) enum Step {
     Unavailable,
 }
 
+/// How the authenticated agents of two hosts share one link.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sharing {
+    /// The instance of this agent.
+    pub(super) instance: u64,
+    /// The longest time that an attempt to connect takes, until the called side uses the link.
+    pub(super) longest_attempt: Duration,
+}
+
 /// The link to a peer, and the attempts to open one.
 #[derive(Debug)]
 pub(super) struct PeerLinks {
-    /// The instance of this agent, if the agents are authenticated and share one link.
-    shared_by: Option<u64>,
+    /// Set if the agents are authenticated and share one link.
+    sharing: Option<Sharing>,
     /// The link that new streams use.
     active: Option<Active>,
     /// While the agent is connecting: until when connections wait for the link.
@@ -60,13 +73,14 @@ struct Active {
     /// This side's part: whether it has connected the link or accepted it.
     side: Side,
     peer_instance: u64,
+    since: Instant,
 }
 
 impl PeerLinks {
-    /// Returns the state without links. `shared_by` is the instance of this agent if the agents are
-    /// authenticated, so that both use one link.
-    pub(super) fn new(shared_by: Option<u64>) -> Self {
-        Self { shared_by, active: None, connecting: None, again_at: None, pause: Duration::ZERO }
+    /// Returns the state without links. Without `sharing`, each side uses the links that it has
+    /// opened.
+    pub(super) fn new(sharing: Option<Sharing>) -> Self {
+        Self { sharing, active: None, connecting: None, again_at: None, pause: Duration::ZERO }
     }
 
     // ---- getters ---------------------------------------------------------------------------
@@ -120,6 +134,7 @@ impl PeerLinks {
         id: LinkId,
         side: Side,
         peer_instance: u64,
+        now: Instant,
     ) -> Option<LinkId> {
         if side == Side::Caller {
             self.connecting = None;
@@ -128,8 +143,8 @@ impl PeerLinks {
         // one, too.
         self.again_at = None;
         self.pause = Duration::ZERO;
-        let new = Active { id, side, peer_instance };
-        let Some(own_instance) = self.shared_by else {
+        let new = Active { id, side, peer_instance, since: now };
+        let Some(sharing) = self.sharing else {
             if side == Side::Caller {
                 self.active = Some(new);
             }
@@ -140,12 +155,15 @@ impl PeerLinks {
             return None;
         };
         let caller_of = |link: Active| match link.side {
-            Side::Caller => own_instance,
+            Side::Caller => sharing.instance,
             Side::Called => link.peer_instance,
         };
         // Both agents have connected at the same time only if each of the same two processes has
-        // opened one of the links. Otherwise the peer has given up the old link.
-        let is_glare = old.peer_instance == peer_instance && old.side != side;
+        // opened one of the links, and the later attempt began before the first link was up. Else
+        // the peer has given up the old link. An attempt of this side began while it had no link.
+        let is_glare = old.peer_instance == peer_instance
+            && old.side != side
+            && (side == Side::Caller || now < old.since + sharing.longest_attempt);
         if is_glare && caller_of(old) < caller_of(new) {
             return Some(new.id);
         }
@@ -166,17 +184,19 @@ mod tests {
     use super::*;
 
     const OWN: u64 = 50;
+    const LONGEST_ATTEMPT: Duration = Duration::from_secs(10);
 
     fn links() -> (PeerLinks, Instant) {
         (PeerLinks::new(None), Instant::now())
     }
 
     fn shared_links() -> (PeerLinks, Instant) {
-        (PeerLinks::new(Some(OWN)), Instant::now())
+        let sharing = Sharing { instance: OWN, longest_attempt: LONGEST_ATTEMPT };
+        (PeerLinks::new(Some(sharing)), Instant::now())
     }
 
-    fn handle_contact(links: &mut PeerLinks) {
-        assert_eq!(links.handle_up(LinkId(9), Side::Called, 7), None);
+    fn handle_contact(links: &mut PeerLinks, now: Instant) {
+        assert_eq!(links.handle_up(LinkId(9), Side::Called, 7, now), None);
     }
 
     #[test]
@@ -186,7 +206,7 @@ mod tests {
         assert_eq!(links.next_step(now), Step::Connect { until });
         assert_eq!(links.next_step(now + BUDGET / 2), Step::Wait { until });
         assert_eq!(links.next_step(until), Step::Unavailable);
-        assert_eq!(links.handle_up(LinkId(1), Side::Caller, 7), None);
+        assert_eq!(links.handle_up(LinkId(1), Side::Caller, 7, now), None);
         assert_eq!(links.next_step(until), Step::Use(LinkId(1)));
     }
 
@@ -203,7 +223,7 @@ mod tests {
         }
         // A link that the peer opens ends the pause. After the next failure, the pause is as short
         // as after the first one.
-        handle_contact(&mut links);
+        handle_contact(&mut links, now);
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
         links.handle_failure(now);
         assert_eq!(links.pause(), FIRST_PAUSE);
@@ -212,12 +232,12 @@ mod tests {
     #[test]
     fn link_of_the_peer_is_not_used_and_ends_no_link_of_this_side() {
         let (mut links, now) = links();
-        handle_contact(&mut links);
+        handle_contact(&mut links, now);
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
-        handle_contact(&mut links);
+        handle_contact(&mut links, now);
         assert!(matches!(links.next_step(now), Step::Wait { .. }), "one attempt at a time");
-        assert_eq!(links.handle_up(LinkId(1), Side::Caller, 7), None);
-        handle_contact(&mut links);
+        assert_eq!(links.handle_up(LinkId(1), Side::Caller, 7, now), None);
+        handle_contact(&mut links, now);
         assert_eq!(links.next_step(now), Step::Use(LinkId(1)));
         links.handle_gone(LinkId(2));
         assert_eq!(links.active(), Some(LinkId(1)));
@@ -229,7 +249,7 @@ mod tests {
     fn failure_does_not_matter_if_the_peer_has_opened_the_shared_link() {
         let (mut links, now) = shared_links();
         links.next_step(now);
-        assert_eq!(links.handle_up(LinkId(1), Side::Called, 7), None);
+        assert_eq!(links.handle_up(LinkId(1), Side::Called, 7, now), None);
         links.handle_failure(now);
         assert_eq!(links.next_step(now), Step::Use(LinkId(1)));
         links.handle_gone(LinkId(1));
@@ -244,13 +264,13 @@ mod tests {
             [(OWN + 1, called_by_us, called_by_peer), (OWN - 1, called_by_peer, called_by_us)]
         {
             for is_ours_first in [true, false] {
-                let (mut links, _) = shared_links();
+                let (mut links, now) = shared_links();
                 let mut both = [(called_by_us, Side::Caller), (called_by_peer, Side::Called)];
                 if !is_ours_first {
                     both.reverse();
                 }
-                assert_eq!(links.handle_up(both[0].0, both[0].1, peer), None);
-                assert_eq!(links.handle_up(both[1].0, both[1].1, peer), Some(retired));
+                assert_eq!(links.handle_up(both[0].0, both[0].1, peer, now), None);
+                assert_eq!(links.handle_up(both[1].0, both[1].1, peer, now), Some(retired));
                 assert_eq!(links.active(), Some(kept));
                 links.handle_gone(retired);
                 assert_eq!(links.active(), Some(kept));
@@ -265,10 +285,37 @@ mod tests {
             (7, Side::Caller, 99, Side::Called), // although this side has the lower instance
             (7, Side::Called, 7, Side::Called),
         ] {
-            let (mut links, _) = shared_links();
-            assert_eq!(links.handle_up(LinkId(1), old_side, old_peer), None);
-            assert_eq!(links.handle_up(LinkId(2), new_side, new_peer), Some(LinkId(1)));
+            let (mut links, now) = shared_links();
+            assert_eq!(links.handle_up(LinkId(1), old_side, old_peer, now), None);
+            assert_eq!(links.handle_up(LinkId(2), new_side, new_peer, now), Some(LinkId(1)));
             assert_eq!(links.active(), Some(LinkId(2)));
         }
+    }
+
+    /// The peer has lost the shared link and connects again. This side, which has the lower
+    /// instance, has not noticed the loss yet.
+    #[test]
+    fn link_that_the_peer_opens_later_replaces_one_that_it_has_lost() {
+        for (after, retired) in [
+            (LONGEST_ATTEMPT - BUDGET, LinkId(2)), // both have connected at once
+            (LONGEST_ATTEMPT, LinkId(1)),
+        ] {
+            let (mut links, now) = shared_links();
+            assert_eq!(links.handle_up(LinkId(1), Side::Caller, OWN + 1, now), None);
+            let up = links.handle_up(LinkId(2), Side::Called, OWN + 1, now + after);
+            assert_eq!(up, Some(retired), "after {after:?}");
+            assert_ne!(links.active(), Some(retired));
+        }
+    }
+
+    /// The peer's view of an attempt that takes longer than usual: this side began to connect
+    /// before the link of the peer was up.
+    #[test]
+    fn own_attempt_of_any_length_is_one_of_two_at_once() {
+        let (mut links, now) = shared_links();
+        assert!(matches!(links.next_step(now), Step::Connect { .. }));
+        assert_eq!(links.handle_up(LinkId(1), Side::Called, OWN - 1, now), None);
+        let up = links.handle_up(LinkId(2), Side::Caller, OWN - 1, now + LONGEST_ATTEMPT * 2);
+        assert_eq!((up, links.active()), (Some(LinkId(2)), Some(LinkId(1))));
     }
 }

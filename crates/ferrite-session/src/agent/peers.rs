@@ -8,6 +8,7 @@ use ferrite_fabric::LogLimit;
 
 use super::config::{AgentConfig, AgentPeer, Transparent};
 use super::peer::Peer;
+use super::peer_links::Sharing;
 use super::stats::AgentPeerStats;
 
 /// Maximum number of peers. Beyond it, further hosts of the networks take the place of those that
@@ -23,24 +24,24 @@ pub(super) struct Peers {
     configured: usize,
     transparent: Option<Transparent>,
     own: Ipv4Addr,
-    /// The instance of this agent, if pairs of agents share a link.
-    shared_by: Option<u64>,
+    /// Set if pairs of agents share a link.
+    sharing: Option<Sharing>,
     /// The limit of all hosts of the networks together. See [`Peer::new`].
     failure_lines: Arc<LogLimit>,
 }
 
 impl Peers {
-    /// Returns the peers of the settings. See [`Peer::new`] for `shared_by`.
-    pub(super) fn new(config: &AgentConfig, shared_by: Option<u64>) -> Self {
+    /// Returns the peers of the settings. See [`Peer::new`] for `sharing`.
+    pub(super) fn new(config: &AgentConfig, sharing: Option<Sharing>) -> Self {
         let AgentConfig { alias, peers, transparent, .. } = config;
-        let new = |peer: &AgentPeer| Arc::new(Peer::new(peer.clone(), shared_by, Arc::default()));
+        let new = |peer: &AgentPeer| Arc::new(Peer::new(peer.clone(), sharing, Arc::default()));
         let known: Vec<_> = peers.iter().map(new).collect();
         Self {
             configured: known.len(),
             known: RwLock::new(known),
             transparent: transparent.clone(),
             own: *alias,
-            shared_by,
+            sharing,
             failure_lines: Arc::default(),
         }
     }
@@ -99,7 +100,7 @@ impl Peers {
         }
         let address = SocketAddr::from((alias, port));
         let lines = Arc::clone(&self.failure_lines);
-        let peer = Arc::new(Peer::new(AgentPeer::new(alias, address), self.shared_by, lines));
+        let peer = Arc::new(Peer::new(AgentPeer::new(alias, address), self.sharing, lines));
         known.push(Arc::clone(&peer));
         Some(peer)
     }
@@ -110,6 +111,14 @@ impl Peers {
         known.len() >= PEERS_MAX
             && self.host_of_networks(ip).is_some()
             && !known.iter().any(|peer| peer.address.ip() == ip)
+    }
+
+    /// Returns whether a host of the networks is no peer yet, and can become one.
+    pub(super) fn may_add(&self, ip: IpAddr) -> bool {
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        self.host_of_networks(ip).is_some()
+            && !known.iter().any(|peer| peer.address.ip() == ip)
+            && (known.len() < PEERS_MAX || self.oldest_unused(&known).is_some())
     }
 
     /// Returns the address of another host of the networks, and the port of its agent.

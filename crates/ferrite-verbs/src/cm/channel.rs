@@ -41,6 +41,8 @@ pub(super) struct IdInfo {
     pub(super) local: Option<SocketAddr>,
     pub(super) peer: Option<SocketAddr>,
     pub(super) device: Option<(String, u8)>,
+    /// The address of librdmacm's context of the device, or 0. Never dereferenced.
+    pub(super) context: usize,
     /// Whether the identifier got the event that its device is being removed.
     pub(super) device_removed: bool,
 }
@@ -57,6 +59,7 @@ impl IdInfo {
         unsafe {
             self.local = from_raw(&(*raw).route.addr.__bindgen_anon_1.src_storage);
             let verbs = (*raw).verbs;
+            self.context = verbs.addr();
             self.device = (!verbs.is_null())
                 .then(|| (text((*(*verbs).device).name.as_ptr()), (*raw).port_num));
         }

@@ -162,11 +162,12 @@ impl CmEvent {
             unsafe { channel.opened_devices().note(event.id) };
         }
         if kind == CmEventKind::DEVICE_REMOVAL {
+            // Does not read the identifier's struct: another thread may be in the call that binds
+            // the identifier, and librdmacm then writes the device without a lock.
             if let Some(info) = channel.id_infos().get_mut(&id) {
                 info.device_removed = true;
+                channel.opened_devices().forget(info.context);
             }
-            // SAFETY: as above.
-            unsafe { channel.opened_devices().forget(event.id) };
         }
         Self { id, kind, status: event.status, private_data, request }
     }

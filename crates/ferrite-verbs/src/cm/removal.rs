@@ -74,14 +74,15 @@ impl OpenedDevices {
         }
     }
 
-    /// Forgets the device of an identifier that was notified of its removal. The identifier
-    /// releases the device when it is dropped.
-    ///
-    /// # Safety
-    /// As [`OpenedDevices::note`].
-    pub(super) unsafe fn forget(&mut self, id: *const sys::rdma_cm_id) {
-        // SAFETY: the caller guarantees that the identifier is alive.
-        self.0.remove(&unsafe { (*id).verbs }.addr());
+    /// Forgets the device with this context, because an identifier was notified of its removal. The
+    /// identifier releases the device when it is dropped.
+    pub(super) fn forget(&mut self, context: usize) {
+        self.0.remove(&context);
+    }
+
+    #[cfg(all(test, feature = "fake"))]
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// Forgets the devices that were removed. Returns whether at least one was removed.

@@ -43,14 +43,14 @@ pub(crate) fn mend(hosts: &Hosts) {
 /// Returns the number of TCP packets with a port of an engine or its bus, and that of all TCP
 /// packets.
 pub(crate) fn tcp_packets(hosts: &Hosts) -> (u64, u64) {
-    let of = |pref| (1..=hosts.count()).map(|port| packets(hosts, port, pref)).sum::<u64>();
+    let of = |pref| (1..=hosts.count()).map(|host| packets(hosts, host, pref)).sum::<u64>();
     (ENGINES.into_iter().map(|(pref, _)| of(pref)).sum(), of(ALL_TCP))
 }
 
-fn packets(hosts: &Hosts, port: usize, pref: u32) -> u64 {
-    let words = format!("-s filter show dev p{port} ingress pref {pref}");
+fn packets(hosts: &Hosts, host: usize, pref: u32) -> u64 {
+    let words = format!("-s filter show dev {} ingress pref {pref}", hosts.bridge_port(host));
     let words: Vec<_> = words.split(' ').collect();
-    let output = hosts.at_the_bridge(|| Command::new("tc").args(&words).output());
+    let output = hosts.within_bridge(|| Command::new("tc").args(&words).output());
     let text = String::from_utf8_lossy(&output.expect("tc").stdout).into_owned();
     // "Sent 5040 bytes 60 pkt (dropped 0, overlimits 0 requeues 0)"
     let (_, sent) = text.split_once("Sent ").unwrap_or_else(|| panic!("{words:?}: {text}"));
@@ -64,9 +64,9 @@ fn add_filter(hosts: &Hosts, pref: u32, matches: &str, action: &str) {
 }
 
 fn tc(hosts: &Hosts, words: &str) {
-    for port in 1..=hosts.count() {
-        let command = format!("tc {}", words.replace("PORT", &format!("p{port}")));
-        hosts.at_the_bridge(|| sh(&command));
+    for host in 1..=hosts.count() {
+        let command = format!("tc {}", words.replace("PORT", &hosts.bridge_port(host)));
+        hosts.within_bridge(|| sh(&command));
     }
 }
 

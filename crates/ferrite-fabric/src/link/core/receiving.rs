@@ -7,7 +7,7 @@ use super::{LinkCore, Wakes, outcome};
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::OneSided;
 use crate::mem::BufMut;
-use crate::wire::{Control, Frame};
+use crate::wire::{Control, Features, Frame};
 
 /// Limit on the control frames that wait to be sent plus the peer's revocations that wait for an
 /// answer. A control frame of the peer beyond it is a violation of the protocol.
@@ -41,6 +41,9 @@ impl LinkCore {
             let complete = self.inbox.frame(frame.channel, frame.more, buf.freeze());
             complete.map_err(|violation| protocol(&violation.to_string()))?
         } else {
+            if !self.uses(Features::WRITE_IMM) {
+                return Err(protocol("a write with immediate data, which a hello does not allow"));
+            }
             self.inbox.notice(imm);
             true
         };

@@ -3,10 +3,11 @@
 use super::migration::ActiveTransport;
 use super::{LinkCore, RequestContext, Wakes};
 use crate::device::slots::Held;
+use crate::error::{Error, ErrorKind};
 use crate::link::kind::Kind;
 use crate::link::outbox::{Allowed, Next, OneSided};
 use crate::mem::Buf;
-use crate::wire::{Control, Frame};
+use crate::wire::{Control, Features, Frame};
 
 /// The next thing to send.
 pub(crate) enum Output {
@@ -31,6 +32,18 @@ pub(crate) enum Output {
 }
 
 impl LinkCore {
+    /// Checks whether the link may carry a one-sided operation of this kind.
+    pub(crate) fn check_one_sided(&self, kind: Kind) -> Result<(), Error> {
+        let (features, what) = match kind {
+            Kind::Notice => (Features::ONE_SIDED | Features::WRITE_IMM, "writes with a notice"),
+            _ => (Features::ONE_SIDED, "one-sided operations"),
+        };
+        if self.uses(features) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Misuse, format!("the peer does not support {what}")))
+    }
+
     /// Returns how many frames may be sent; 0 while too many bytes are kept for a migration.
     pub(crate) fn credits(&self) -> usize {
         if self.migration.keeps_too_much() { 0 } else { self.credits.available() }

@@ -214,7 +214,8 @@ impl LinkShared {
             return Err((held, error));
         }
         self.with(|state, env, wakes| {
-            if let Err(error) = state.core.check_open() {
+            let checked = state.core.check_open();
+            if let Err(error) = checked.and_then(|()| state.core.check_one_sided(kind)) {
                 return Err((held, error));
             }
             if state.core.is_revoked(grant.grant) {

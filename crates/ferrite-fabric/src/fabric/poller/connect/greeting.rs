@@ -21,7 +21,7 @@ use super::socket_calls::tcp_error;
 use super::{handshake_limits, refusing, tls_failure};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::listener::{ForeignTcpPeer, ListenerShared};
+use crate::fabric::listener::{ForeignTcpPeer, LinkRequest, ListenerShared};
 use crate::fabric::poller::Poller;
 use crate::fabric::timers::Timer;
 use crate::link::shared::LinkShared;
@@ -359,7 +359,10 @@ impl Poller {
                     LostLink::Found(..) => None,
                 }
             } else if let Side::Answering { listener, .. } = &greeting.side {
-                refusing::of_new_link(shared, listener.upgrade().as_deref())
+                let certificates = greeting.tls.as_ref().map(|tls| tls.peer_certificates());
+                let certificates = certificates.unwrap_or_default();
+                let wanted = LinkRequest { peer: Some(peer), certificates: &certificates };
+                refusing::of_new_link(shared, listener.upgrade().as_deref(), &wanted)
             } else {
                 None
             };

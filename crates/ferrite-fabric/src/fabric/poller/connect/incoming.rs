@@ -14,7 +14,7 @@ use crate::device::device_objects::NewQueuePair;
 use crate::device::shared_device::SharedDevice;
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::listener::ListenerShared;
+use crate::fabric::listener::{LinkRequest, ListenerShared};
 use crate::fabric::poller::Poller;
 use crate::fabric::timers::Timer;
 use crate::link::shared::LinkShared;
@@ -133,7 +133,8 @@ impl Poller {
                 return;
             }
         };
-        if let Some(refusal) = refusing::of_new_link(shared, Some(&listener)) {
+        let wanted = LinkRequest { peer: request.id.peer_addr(), certificates: &[] };
+        if let Some(refusal) = refusing::of_new_link(shared, Some(&listener), &wanted) {
             refuse(shared, request, &refusal);
             return;
         }

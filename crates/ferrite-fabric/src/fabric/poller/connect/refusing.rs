@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 
 use crate::fabric::Shared;
-use crate::fabric::listener::ListenerShared;
+use crate::fabric::listener::{LinkRequest, ListenerShared};
 use crate::log_limit::LogLimit;
 use crate::wire::{HelloError, Refusal, RefusalCode, Version};
 
@@ -27,14 +27,20 @@ pub(super) fn without_hello(error: HelloError) -> Refusal {
     }
 }
 
-/// Returns the refusal of a new link, if the fabric has too many links or the listener's queue is
-/// full. A listener that is gone counts as full.
-pub(super) fn of_new_link(shared: &Shared, listener: Option<&ListenerShared>) -> Option<Refusal> {
+/// Returns the refusal of a new link, if the fabric has too many links, the listener's queue is
+/// full or the program does not admit the peer. A listener that is gone counts as full.
+pub(super) fn of_new_link(
+    shared: &Shared,
+    listener: Option<&ListenerShared>,
+    request: &LinkRequest<'_>,
+) -> Option<Refusal> {
     if too_many_links(shared) {
         return Some(refusal(RefusalCode::LIMIT, 1000, MAX_CONNECTIONS));
     }
-    let is_full = listener.is_none_or(ListenerShared::is_full);
-    is_full.then(|| refusal(RefusalCode::BUSY, 20, "too many links wait to be accepted"))
+    match listener.filter(|listener| !listener.is_full()) {
+        None => Some(refusal(RefusalCode::BUSY, 20, "too many links wait to be accepted")),
+        Some(listener) => listener.admit(request).err().map(|(code, text)| refusal(code, 0, text)),
+    }
 }
 
 pub(super) const TCP_FIRST_ONLY: &str = "this side accepts RDMA only for links that begin over \
