@@ -97,7 +97,10 @@ impl Arm {
             let node = (self.address)(1 + number % 3);
             let prefix = path.file_name().expect("a name").to_string_lossy();
             let start = || Program::start(path, (&node, self.ports[0]), PASSWORD, &prefix);
-            self.programs.push(group.hosts.within(CLIENTS, start));
+            let program = group.hosts.within(CLIENTS, start);
+            // One after another, because their start costs much CPU time.
+            program.wait_for(1, "at its start");
+            self.programs.push(program);
         }
     }
 
