@@ -8,7 +8,7 @@
 //!
 //! Both clusters have three primaries and three replicas on hosts 1 to 3, so both are used at the
 //! same time on the same machine. A cut loses the RoCE packets of one host, until all its links
-//! have moved to TCP and the clients continue. In the first [`DIRECT_CUT`], it also loses the host's
+//! have moved to TCP and the clients continue. During the first [`DIRECT_CUT`], it also loses the
 //! TCP packets of cluster 2.
 //!
 //! A client may report only errors that it also reports over TCP.
