@@ -128,7 +128,7 @@ impl Arm {
             program.finish();
             let report = program.report();
             println!(
-                "{:>6}, {}: {} rounds, longest time between two {:.1?}, {} errors, {} wrong replies",
+                "{:>6}, {}: {} rounds, at most {:.1?} between two, {} errors, {} wrong replies",
                 self.name,
                 program.name,
                 report.rounds,
