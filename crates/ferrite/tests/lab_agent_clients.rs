@@ -99,7 +99,7 @@ impl Arm {
             let start = || Program::start(path, (&node, self.ports[0]), PASSWORD, &prefix);
             let program = group.hosts.within(CLIENTS, start);
             // One after another, because their start costs much CPU time.
-            program.wait_for(1, "at its start");
+            program.wait_for_start();
             self.programs.push(program);
         }
     }
