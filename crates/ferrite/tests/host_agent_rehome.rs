@@ -82,7 +82,7 @@ fn replica_that_bypasses_the_agents_comes_back_to_them() {
     // While there is no agent on host 2, its connections are direct.
     signal("KILL", group.agent(2).process.0.id());
     until(TIMEOUT, "no rules", || {
-        !agent::wire::nft(&group.hosts, 2, "list ruleset").contains("to")
+        !agent::wire::nft(&group.hosts, 2, "list ruleset").contains("redirect to")
     });
     let mut program = group.connect(2, 1, 7001);
     assert!(answers(&mut program));
