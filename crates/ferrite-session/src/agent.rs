@@ -60,6 +60,7 @@ use self::admission::Admission;
 pub use self::config::{AgentConfig, AgentPeer, Transparent};
 use self::engine_access::EngineAccessProbe;
 pub use self::identity::AgentTls;
+use self::marks::OwnAddresses;
 pub use self::marks::{DELIVERY_MARK, DIRECT_MARK};
 use self::peer::Peer;
 use self::peer_links::Sharing;
@@ -111,6 +112,8 @@ struct Shared {
     admission: Admission,
     access: EngineAccessProbe,
     peers: Peers,
+    /// The local addresses of direct connections, in transparent mode.
+    own_addresses: OwnAddresses,
     counters: Counters,
     next_link: AtomicU64,
     is_ending: AtomicBool,
@@ -140,6 +143,7 @@ impl Agent {
             config: RwLock::new(Arc::new(config)),
             access: EngineAccessProbe::default(),
             peers,
+            own_addresses: OwnAddresses::default(),
             counters: Counters::default(),
             next_link: AtomicU64::new(1),
             is_ending: AtomicBool::new(false),

@@ -13,7 +13,7 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::process::{Command, Output};
 
-use agent::harness::{Group, NOBODY, PASSWORD};
+use agent::harness::{Group, PASSWORD, WITHOUT_CAPABILITIES};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::process::signal;
 use ferrite_testkit::resp::Client;
@@ -118,7 +118,7 @@ fn replica_that_bypasses_the_agents_comes_back_to_them() {
 fn replica_that_cannot_return_is_reported() {
     const PEERS: &str = "\"127.1.0.2=10.77.0.2\"";
     let Some(hosts) = hosts(2) else { return };
-    let group = Group::start(hosts, 2, TCP, NOBODY);
+    let group = Group::start(hosts, 2, TCP, WITHOUT_CAPABILITIES);
     // This engine has the host's address, which the agents do not carry connections to.
     let options = [&AUTH[..], &["--bind", "10.77.0.1", "127.1.0.1"]].concat();
     let primary = group.start_engine(1, 7001, &options);

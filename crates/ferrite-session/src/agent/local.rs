@@ -86,11 +86,15 @@ pub(super) async fn carry(
     if shared.config().direct {
         warn(&peer, destination, &format!("{why}; connecting directly by TCP"));
         match shared.is_transparent() {
-            true => join_directly(&shared, socket, connect_directly(route)).await,
+            true => {
+                let connecting = connect_directly(&shared.own_addresses, route);
+                join_directly(&shared, socket, connecting).await;
+            }
             false => {
                 // The engine on the peer's host sees the address of this host, not its alias.
                 let address = (peer.address.ip(), destination.port());
-                join_directly(&shared, socket, TcpStream::connect(address)).await;
+                let connecting = async { Ok((TcpStream::connect(address).await?, ())) };
+                join_directly(&shared, socket, connecting).await;
             }
         }
     } else {
@@ -109,13 +113,14 @@ fn warn(peer: &Peer, destination: SocketAddr, why: &str) {
 }
 
 /// Joins a program's connection with a direct connection to the engine, which `connecting` opens.
-pub(super) async fn join_directly(
+/// What it also returns is dropped after the connection.
+pub(super) async fn join_directly<T>(
     shared: &Shared,
     mut socket: LocalSocket,
-    connecting: impl Future<Output = io::Result<TcpStream>>,
+    connecting: impl Future<Output = io::Result<(TcpStream, T)>>,
 ) {
     add(&shared.counters.direct, 1);
-    if let Ok(Ok(engine)) = timeout(DIRECT_TIMEOUT, connecting).await {
+    if let Ok(Ok((engine, _kept))) = timeout(DIRECT_TIMEOUT, connecting).await {
         let mut engine = LocalSocket::new(engine);
         // After a failure, dropping both sockets resets them.
         let _ = copy_bidirectional(&mut socket, &mut engine).await;

@@ -81,7 +81,8 @@ pub(super) struct Counters {
     pub(super) without_link: AtomicU64,
     /// Local connections that were reset because of a limit of the link.
     pub(super) beyond_limits: AtomicU64,
-    /// Connections to the agent's own listener, which no rule has redirected. They were reset.
+    /// Connections to the agent's own listener that were reset: those that no rule has redirected,
+    /// and the agent's own direct connections.
     pub(super) looped: AtomicU64,
     /// Local connections that went directly by TCP.
     pub(super) direct: AtomicU64,
@@ -167,7 +168,8 @@ pub struct AgentStats {
     /// Local connections that were reset because the link had too many streams.
     pub beyond_limits: u64,
     /// Local connections that were reset because they were opened to the agent's own listener, not
-    /// redirected to it. Carried on, they would have come back to this agent.
+    /// redirected to it, or were this agent's own direct connections. Carried on, they would have
+    /// come back to this agent.
     pub looped: u64,
     /// Local connections that went directly by TCP, without an agent.
     pub direct: u64,
