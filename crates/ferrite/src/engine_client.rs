@@ -1,5 +1,5 @@
-//! A blocking client of an engine, over TCP or a Unix socket, and the flags of a login: for `ferrite
-//! top` and `ferrite agent rehome`.
+//! A blocking client of an engine, over TCP or a Unix socket, and the flags of a login: for
+//! `ferrite top` and `ferrite agent rehome`.
 
 use std::fmt;
 use std::io::{Read, Write};

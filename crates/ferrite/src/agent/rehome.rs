@@ -1,5 +1,5 @@
-//! `ferrite agent rehome`: finds connections of other hosts that bypass the agents, and closes them,
-//! so that their programs connect again and the agents carry them.
+//! `ferrite agent rehome`: finds connections of other hosts that bypass the agents, and closes
+//! them, so that their programs connect again and the agents carry them.
 //!
 //! The kernel knows which connections bypass the agents. If an agent delivers a connection to an
 //! engine, both ends of the connection are sockets of the engine's host, because the agent is on
