@@ -57,7 +57,7 @@ fn address(text: &str) -> Option<SocketAddr> {
     let bytes = groups.collect::<Option<Vec<_>>>()?.concat();
     let ip = match <[u8; 4]>::try_from(bytes.as_slice()) {
         Ok(bytes) => IpAddr::V4(Ipv4Addr::from(bytes)),
-        Err(_) => Ipv6Addr::from(<[u8; 16]>::try_from(bytes).ok()?).to_canonical().into(),
+        Err(_) => Ipv6Addr::from(<[u8; 16]>::try_from(bytes).ok()?).to_canonical(),
     };
     Some(SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?))
 }
