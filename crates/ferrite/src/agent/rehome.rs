@@ -190,8 +190,12 @@ impl<P: Fn(IpAddr) -> bool> Engine<'_, P> {
     }
 
     fn look(&mut self) -> anyhow::Result<Look> {
-        let clients = self.client.text(&["CLIENT", "LIST"])?;
-        Look::new(&clients, &Sockets::read()?, self.is_peer)
+        let mut look = || {
+            let clients = self.client.text(&["CLIENT", "LIST"])?;
+            Look::new(&clients, &Sockets::read()?, self.is_peer)
+        };
+        // A connection may end between the two lists. So one failure is no proof.
+        look().or_else(|_| look()).or_else(|_| look())
     }
 }
 
@@ -216,7 +220,7 @@ impl Look {
             look.replicas += usize::from(client.direct.kind == Kind::Replica);
             let (local, remote) = (client.local, client.direct.address);
             ports.push(local.port());
-            if !is_peer(remote.ip()) || sockets.has(remote, local) {
+            if !is_peer(remote.ip()) {
                 continue;
             }
             anyhow::ensure!(
@@ -224,6 +228,9 @@ impl Look {
                 "the engine's connection from {remote} is not in this network namespace; run this \
                  on the engine's host, in a container with the host's network"
             );
+            if sockets.has(remote, local) {
+                continue; // an agent of this host has delivered it
+            }
             look.direct.push(client.direct);
         }
         let is_bus = |local: SocketAddr| {
