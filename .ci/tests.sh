@@ -15,9 +15,11 @@ lab-test() {       # lab-test KERNEL EXPRESSION OPTIONS…: in the lab's guest
 HOST_MEASURED='binary(=host_cluster) and test(/^host_cluster::stress::/)'
 
 # Tests that measure time (how long another client waits, the cost of a message next to a thousand
-# links), or repeat for depth (all objects a thousand times).
+# links, failovers, a cluster bus beside large transfers), or repeat for depth (all objects a
+# thousand times).
 LAB_MEASURED='test(=churn::a_thousand_connections_leave_nothing) or test(/^measured_isolation::/)
-  or test(=fabrics::idle_links_cost_nothing)'
-# The basic suites, without the tests in LAB_MEASURED.
+  or test(=fabrics::idle_links_cost_nothing) or test(/^agent_lab::(bulk|failover)::/)'
+# The basic suites, without the tests in LAB_MEASURED, and with one fault of replication over agents.
 LAB_CORE="(binary(/^lab_(agent|verbs|mem|links|streams|sessions|module|server|metrics)$/)
-  or test(/survive_the_loss_of_rdma$/)) and not ($LAB_MEASURED)"
+  or test(/survive_the_loss_of_rdma$/)) and not ($LAB_MEASURED)
+  and not test(/^agent_lab::replication::.*(killed_agents|removed_devices)$/)"
