@@ -18,7 +18,7 @@ HOST_MEASURED='binary(=host_cluster) and test(/^host_cluster::stress::/)'
 # links, failovers, a cluster bus beside large transfers), or repeat for depth (all objects a
 # thousand times).
 LAB_MEASURED='test(=churn::a_thousand_connections_leave_nothing) or test(/^measured_isolation::/)
-  or test(=fabrics::idle_links_cost_nothing) or test(/^agent_lab::(bulk|failover)::/)'
+  or test(=fabrics::idle_links_cost_nothing) or test(/^agent_lab::(bulk|failover|soak)::/)'
 # The basic suites, without the tests in LAB_MEASURED, and with one fault of replication by agents.
 LAB_CORE="(binary(/^lab_(agent|verbs|mem|links|streams|sessions|module|server|metrics)$/)
   or test(/survive_the_loss_of_rdma$/)) and not ($LAB_MEASURED)

@@ -40,6 +40,7 @@ pub mod process;
 pub mod random;
 pub mod resp;
 pub mod terminal;
+pub mod trend;
 pub mod wait;
 
 #[cfg(feature = "certificates")]

@@ -26,6 +26,26 @@ pub fn is_alive(id: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{id}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
+/// Returns the resident memory of a process.
+///
+/// # Panics
+/// If there is no such process.
+#[must_use]
+pub fn rss_bytes(id: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{id}/status")).expect("a running process");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a size");
+    line.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).expect("a number") << 10
+}
+
+/// Returns the number of descriptors that a process has open.
+///
+/// # Panics
+/// If there is no such process.
+#[must_use]
+pub fn descriptors(id: u32) -> u64 {
+    std::fs::read_dir(format!("/proc/{id}/fd")).expect("a running process").count() as u64
+}
+
 /// Waits until a process exits. Returns its status, or `None` if it still runs after `limit`.
 pub fn exit_within(process: &mut Child, limit: Duration) -> Option<ExitStatus> {
     let mut status = None;

@@ -10,9 +10,11 @@ mod agent_lab {
     pub(crate) mod bulk;
     pub(crate) mod failover;
     pub(crate) mod faults;
+    pub(crate) mod ledger;
     pub(crate) mod nodes;
     pub(crate) mod replication;
     pub(crate) mod size;
+    pub(crate) mod soak;
     pub(crate) mod unit;
 }
 mod metrics {

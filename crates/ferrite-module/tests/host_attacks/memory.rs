@@ -3,18 +3,15 @@
 use std::time::Duration;
 
 use ferrite_testkit::Engine;
+use ferrite_testkit::process::rss_bytes;
 use ferrite_testkit::resp::Client;
 
 use crate::client::of_module;
 use crate::{address, on_each};
 
 /// Returns the resident memory of the engine's process in MiB.
-fn rss_mib(server: &Engine) -> usize {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid()))
-        .expect("a running engine");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a size");
-    line.split_whitespace().next().and_then(|kib| kib.parse::<usize>().ok()).expect("a number")
-        >> 10
+fn rss_mib(server: &Engine) -> u64 {
+    rss_bytes(server.pid()) >> 20
 }
 
 /// The module stores few commands of a client that has not authenticated and reads nothing. It once

@@ -1,6 +1,8 @@
 //! The engines' resources over time, which must stop growing.
 
 use ferrite_testkit::Engine;
+use ferrite_testkit::process::{descriptors, rss_bytes};
+use ferrite_testkit::trend::assert_flat;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -21,8 +23,7 @@ pub(crate) fn resources(server: &Engine) -> Resources {
     // Descriptors are counted while no connection of this function is open: that of the last call
     // may still be closing, and INFO below opens another.
     std::thread::sleep(Duration::from_millis(50));
-    let descriptors =
-        std::fs::read_dir(format!("/proc/{pid}/fd")).expect("a running engine").count() as u64;
+    let descriptors = descriptors(pid);
     let info: String = server.ask(&["INFO", "ferrite"]);
     let field = |name: &str| {
         let found = info
@@ -53,12 +54,6 @@ fn queue_pairs(pid: u32) -> u64 {
     String::from_utf8_lossy(&listed.stdout).lines().filter(is_of).count() as u64
 }
 
-fn rss_bytes(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a running engine");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a line");
-    line.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).expect("a number") << 10
-}
-
 /// How much the RSS may vary because of the clients' keys and the allocator.
 const RSS_SLACK: u64 = 8 << 20;
 
@@ -77,13 +72,8 @@ impl Watch {
         now
     }
 
-    /// Asserts that the median of the last third of the samples is not much higher than that of the
-    /// middle third. The first third is for warming up.
+    /// Asserts that no resource grew.
     pub(crate) fn assert_flat(&self) {
-        let third = self.samples.len() / 3;
-        if third < 5 {
-            return; // too short to tell
-        }
         // Sessions are at the primary, which changes. So the resources of sessions are summed over
         // both engines.
         let fields: [(&str, Field, u64); 6] = [
@@ -95,15 +85,8 @@ impl Watch {
             ("RSS of engine 1", |[_, b]| b.rss_bytes, RSS_SLACK),
         ];
         for (name, field, slack) in fields {
-            let median = |from: usize| {
-                let mut values: Vec<_> =
-                    self.samples[from..from + third].iter().map(field).collect();
-                values.sort_unstable();
-                values[third / 2]
-            };
-            let (middle, last) = (median(third), median(2 * third));
-            eprintln!("{name}: {middle} in the middle third, {last} in the last");
-            assert!(last <= middle + middle / 10 + slack, "{name} grew from {middle} to {last}");
+            let values: Vec<_> = self.samples.iter().map(field).collect();
+            assert_flat(name, &values, slack);
         }
     }
 }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::attack::{Attack, Size};
 use super::honest::Honest;
+use ferrite_testkit::process::rss_bytes;
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::{Engine, TIMEOUT};
 
@@ -79,18 +80,12 @@ fn held(server: &Engine, admin: &mut Client) -> Held {
         line.and_then(|value| value.strip_prefix(':')?.trim_end().parse().ok()).unwrap_or_default()
     };
     Held {
-        rss: rss(server.pid()),
+        rss: rss_bytes(server.pid()),
         pinned: field("rdma_memory_registered_bytes"),
         sessions: field("sessions"),
         sessions_bytes: field("sessions_held_bytes"),
         all_sessions: field("begun_tcp") + field("begun_ferrite"),
     }
-}
-
-fn rss(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a running engine");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a size");
-    line.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).expect("a number") << 10
 }
 
 /// Attacks an engine that has the password [`PASSWORD`]. Checks its memory, its log, that all

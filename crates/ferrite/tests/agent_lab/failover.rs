@@ -28,11 +28,11 @@ fn failover_through_agents_takes_as_long_as_without() {
     for round in 0..rounds {
         // Neither is always first.
         if round % 2 == 0 {
-            times_by_agents.add(by_agents.fail_over(round));
-            times_direct.add(direct.fail_over(round));
+            times_by_agents.add(by_agents.fail_over(&group, round).took);
+            times_direct.add(direct.fail_over(&group, round).took);
         } else {
-            times_direct.add(direct.fail_over(round));
-            times_by_agents.add(by_agents.fail_over(round));
+            times_direct.add(direct.fail_over(&group, round).took);
+            times_by_agents.add(by_agents.fail_over(&group, round).took);
         }
     }
     let ratio = times_by_agents.median().as_secs_f64() / times_direct.median().as_secs_f64();

@@ -18,6 +18,8 @@ use crate::agent::harness::{Group, sum};
 const ENGINES: [(u32, &str); 4] =
     [(11, "dport 7000"), (12, "sport 7000"), (13, "dport 17000"), (14, "sport 17000")];
 const ALL_TCP: u32 = 20;
+/// The preference of the filters of [`cut_direct`].
+const DIRECT: u32 = 2;
 
 /// Prepares the bridge for [`cut`], and begins to count packets of TCP.
 pub(crate) fn watch(hosts: &Hosts) {
@@ -33,6 +35,19 @@ pub(crate) fn watch(hosts: &Hosts) {
 pub(crate) fn cut(hosts: &Hosts) {
     let roce = "match ip protocol 17 0xff match ip dport 4791 0xffff";
     add_filter(hosts, 1, roce, "drop");
+}
+
+/// Drops all packets of TCP with the ports from 7008 to 7011, and those of their cluster buses.
+pub(crate) fn cut_direct(hosts: &Hosts) {
+    for port in ["dport 7008", "sport 7008", "dport 17008", "sport 17008"] {
+        let matches = format!("match ip protocol 6 0xff match ip {port} 0xfffc");
+        add_filter(hosts, DIRECT, &matches, "drop");
+    }
+}
+
+/// Ends [`cut_direct`].
+pub(crate) fn mend_direct(hosts: &Hosts) {
+    tc(hosts, &format!("filter del dev PORT ingress pref {DIRECT}"));
 }
 
 /// Ends [`cut`].
