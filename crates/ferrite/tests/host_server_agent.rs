@@ -121,11 +121,8 @@ impl<'a> Unit<'a> {
 }
 
 /// Starts hosts and counts the packets between them; `None` if this process may not do that.
-#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn hosts(count: usize) -> Option<Hosts> {
-    let hosts = Hosts::start(count)
-        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
-        .ok()?;
+    let hosts = Hosts::start_or_skip(count)?;
     (1..=count).for_each(|host| wire::count(&hosts, host));
     Some(hosts)
 }
