@@ -61,10 +61,7 @@ impl<'a> Unit<'a> {
             network: "port = 7001",
             engine: &engine,
         };
-        let agent = |command: &mut Command| {
-            command.arg("--agent");
-        };
-        let mut server = hosts.within(host, || Server::start_with(&directory, &setup, agent));
+        let mut server = hosts.within(host, || Server::start_with_agent(&directory, &setup));
         let event = server.event("ready");
         Self { server, event, host, hosts, _directory: directory }
     }
