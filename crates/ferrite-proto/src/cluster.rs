@@ -95,6 +95,47 @@ pub fn is_host(text: &str) -> bool {
     (1..=HOST_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_known)
 }
 
+/// Returns the host of a node in a reply to CLUSTER SLOTS of the host `asked`. A null, an empty name
+/// or a wildcard address stands for the host that was asked. Returns `None` if the host is unknown
+/// (`?`) or invalid.
+///
+/// ```
+/// use ferrite_proto::cluster::node_host;
+///
+/// assert_eq!(node_host(Some("10.0.0.1"), "db.example"), Some("10.0.0.1"));
+/// assert_eq!(node_host(None, "db.example"), Some("db.example"));
+/// assert_eq!(node_host(Some("?"), "db.example"), None);
+/// ```
+#[must_use]
+pub fn node_host<'a>(name: Option<&'a str>, asked: &'a str) -> Option<&'a str> {
+    let name = name.unwrap_or_default();
+    let is_wildcard = name.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified());
+    if name.is_empty() || is_wildcard {
+        Some(asked)
+    } else {
+        Some(name).filter(|name| is_host(name))
+    }
+}
+
+/// Returns the host of a row in a reply to FERRITE ENDPOINTS of the host `asked`, which may be a
+/// name. A node that has never met another one (CLUSTER MEET) does not know its own address: a null
+/// or an empty address stands for the host that was asked. Returns `None` if the address is
+/// invalid.
+///
+/// ```
+/// use ferrite_proto::cluster::endpoint_host;
+///
+/// assert_eq!(endpoint_host(Some(""), "db.example"), Some("db.example".into()));
+/// assert_eq!(endpoint_host(Some("db2.example"), "db.example"), None);
+/// ```
+#[must_use]
+pub fn endpoint_host(address: Option<&str>, asked: &str) -> Option<String> {
+    match address {
+        None | Some("") => Some(asked.to_owned()),
+        Some(address) => address.parse::<IpAddr>().ok().map(|ip| ip.to_string()),
+    }
+}
+
 /// A node in CLUSTER SLOTS.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
@@ -178,16 +219,8 @@ impl SlotMap {
 fn parse_node(node: &Value<'_>, asked: &str) -> Option<Node> {
     let Value::Array(parts) = node else { return None };
     let [host, Value::Integer(port), id, ..] = &parts[..] else { return None };
-    let host = match host {
-        Value::Null => "",
-        host => text(host)?,
-    };
-    // A null or empty host or a wildcard address means the host that was asked. A node whose host
-    // is unknown (`?`) or invalid is skipped.
-    let is_wildcard = host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified());
-    let host = if host.is_empty() || is_wildcard { asked } else { host };
-    let (host, id) = (host.to_owned(), text(id)?.to_owned());
-    is_host(&host).then_some(Node { id, host, port: u16::try_from(*port).ok()? })
+    let host = node_host(text_or_null(host)?, asked)?.to_owned();
+    Some(Node { id: text(id)?.to_owned(), host, port: u16::try_from(*port).ok()? })
 }
 
 /// Reads the RDMA endpoints of a node from a reply to FERRITE ENDPOINTS of the node at the host
@@ -199,16 +232,7 @@ pub fn rdma_endpoints(reply: &Value<'_>, node: &str, asked: &str) -> Vec<(String
         if text(&field(row, "node")?)? != node || text(&field(row, "transport")?)? != "rdma" {
             return None;
         }
-        let address = field(row, "address")?;
-        let host = match &address {
-            // A node that has never met another one (CLUSTER MEET) does not know its own address.
-            // The host that was asked may be a name.
-            Value::Null => asked.to_owned(),
-            address => match text(address)? {
-                "" => asked.to_owned(),
-                address => address.parse::<IpAddr>().ok()?.to_string(),
-            },
-        };
+        let host = endpoint_host(text_or_null(&field(row, "address")?)?, asked)?;
         let Value::Integer(port) = field(row, "port")? else { return None };
         Some((host, u16::try_from(port).ok()?))
     };
@@ -228,6 +252,14 @@ fn field<'a>(row: &Value<'a>, wanted: &str) -> Option<Value<'a>> {
         _ => None,
     }
     .cloned()
+}
+
+/// Returns a text, or `Some(None)` for a null.
+fn text_or_null<'a>(value: &Value<'a>) -> Option<Option<&'a str>> {
+    match value {
+        Value::Null => Some(None),
+        value => text(value).map(Some),
+    }
 }
 
 fn text<'a>(value: &Value<'a>) -> Option<&'a str> {

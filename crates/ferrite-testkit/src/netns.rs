@@ -53,6 +53,16 @@ impl Hosts {
         Ok(hosts)
     }
 
+    /// Creates hosts, as [`Hosts::start`] does. Prints that the test is skipped and returns `None` if
+    /// this process may not create namespaces.
+    #[must_use]
+    #[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
+    pub fn start_or_skip(count: usize) -> Option<Self> {
+        Self::start(count)
+            .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
+            .ok()
+    }
+
     /// Gives each host a Soft-RoCE device, which [`Hosts::device`] names. Needs a kernel whose
     /// Soft-RoCE works in namespaces.
     ///

@@ -2,13 +2,13 @@
 //! `ferrite top` and `ferrite agent rehome`.
 
 use std::fmt;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use clap::Args;
 use ferrite_proto::resp::{Limits, ReplyFramer, Value, encode_command};
 
@@ -18,8 +18,9 @@ pub(crate) const DEFAULT_PORT: u16 = 6379;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a whole answer may take.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
-/// The longest answer. A program sends a few tens of kilobytes, and some hundred bytes per session.
-const ANSWER_MAX: usize = 16 << 20;
+/// The longest answer. The largest is CLIENT LIST, with about 400 bytes for each client: enough for
+/// 160,000 clients.
+const ANSWER_MAX: usize = 64 << 20;
 /// The first byte that a TLS server sends if the client does not use TLS.
 const TLS_ALERT: u8 = 0x15;
 /// What to do about an engine that serves only TLS.
@@ -109,6 +110,10 @@ impl EngineClient {
     pub(crate) fn text(&mut self, words: &[&str]) -> anyhow::Result<String> {
         let reply = self.request(words)?;
         match Value::parse(&reply)? {
+            Value::Error(text) if text.starts_with(b"ERR unknown command") => bail!(
+                "the engine has no command {}; its setting rename-command may have removed it",
+                words[0]
+            ),
             Value::Error(text) => bail!("{}: {}", words.join(" "), explained(text)),
             value => Ok(text_of(&value)),
         }
@@ -122,7 +127,11 @@ pub(crate) fn explained(text: &[u8]) -> String {
                 default"
             .into();
     }
-    String::from_utf8_lossy(text).into_owned()
+    let reply = String::from_utf8_lossy(text).into_owned();
+    match text.starts_with(b"NOPERM") {
+        true => format!("{reply}; allow it (ACL SETUSER), or log in as another user (--user)"),
+        false => reply,
+    }
 }
 
 /// Returns the text of a reply; an empty one if the reply is a list or a map.
@@ -178,9 +187,12 @@ impl Connection {
         self.stream.write_all(&out).context("cannot write to the engine")?;
         let (mut reply, mut input) = (Answer::new(), vec![0; 16 << 10]);
         loop {
-            let count = self.stream.read(&mut input).context("no reply from the engine")?;
-            // A TLS port answers with an alert, or closes the connection.
+            // A TLS port answers with an alert, or closes or resets the connection.
             let is_first = reply.bytes.is_empty();
+            let count = match self.stream.read(&mut input) {
+                Err(error) if is_first && error.kind() == io::ErrorKind::ConnectionReset => 0,
+                read => read.map_err(no_reply)?,
+            };
             if is_first && input[..count].first() == Some(&TLS_ALERT) {
                 bail!("the engine's port expects TLS; {NO_TLS}");
             }
@@ -199,6 +211,15 @@ impl Connection {
                 return Ok(reply.bytes);
             }
         }
+    }
+}
+
+fn no_reply(error: io::Error) -> anyhow::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => {
+            anyhow!("no reply from the engine within {TIMEOUT:?}; it may be stopped or busy")
+        }
+        _ => anyhow::Error::new(error).context("no reply from the engine"),
     }
 }
 
@@ -226,6 +247,22 @@ impl Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A server that closes a connection without reading what was sent, as Redis does at a TLS port
+    /// after the alert, resets it.
+    #[test]
+    fn a_reset_before_the_first_reply_may_mean_that_the_port_expects_tls() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let server = std::thread::spawn(move || {
+            let (client, _) = listener.accept().expect("accepted");
+            client.peek(&mut [0]).expect("a command")
+        });
+        let mut client = EngineClient::new(EngineAt::Tcp(address), Vec::new());
+        let error = client.request(&["PING"]).expect_err("a reset").to_string();
+        assert!(error.contains("perhaps because its port expects TLS"), "{error}");
+        server.join().expect("no panic");
+    }
 
     #[test]
     fn an_answer_must_end() {

@@ -19,10 +19,8 @@ use serde::Serialize;
 
 use crate::admin::{self, GatewayAdmin};
 use crate::engine_probe::wait_for_engine;
-use crate::reload::Reload;
-use crate::settings::{self, Flags, GatewayProgram, WrongSettings};
-use crate::signals::Signals;
-use crate::{address, log, output};
+use crate::settings::{Flags, GatewayProgram, WrongSettings};
+use crate::{address, output, start};
 
 /// Accept RDMA clients for an unmodified engine: Redis, Valkey, KeyDB, Dragonfly, Garnet
 ///
@@ -69,9 +67,7 @@ JSON lines: {event: listening, address, addresses[], engine, devices[], rdma, ad
   Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
-    let values = options.flags.values(options.config.as_deref())?;
-    log::install(&values);
-    settings::warn_of_unknown_variables();
+    let values = start::values(&options.flags, options.config.as_deref())?;
     let setup = Setup {
         options,
         json: options.json,
@@ -82,10 +78,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
             .map_err(|why| WrongSettings(format!("--engine: {why}")))?,
         values,
     };
-    // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
-    // threads.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(serve(&setup))
+    start::block_on(serve(&setup))
 }
 
 /// The settings, with the addresses parsed.
@@ -120,10 +113,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     let mut config = GatewayConfig::new(setup.engine.clone());
     reconfigure(&mut config, values);
     let gateway = Gateway::new(config);
-    // Installs the signal handlers before it reports that the gateway runs: without a handler, a
-    // SIGHUP would end the gateway.
-    let read = || setup.options.flags.values(setup.options.config.as_deref());
-    let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
+    let (flags, file) = (&setup.options.flags, setup.options.config.as_deref());
+    let (mut signals, reload) = start::handle_signals(values, flags, file)?;
     let (stop, stop_requested) = tokio::sync::watch::channel(());
     let admin = admin::start(values, || {
         Arc::new(GatewayAdmin { fabric: fabric.clone(), gateway: gateway.clone() })

@@ -38,6 +38,7 @@ mod server;
 mod settings;
 mod signals;
 mod size;
+mod start;
 mod top;
 
 /// RDMA for Redis and Valkey: server, gateway, diagnostics and benchmarks.

@@ -19,10 +19,8 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::admin::{self, RelayAdmin, RelayCounters, relay_server_answers};
 use crate::engine_probe::wait_for;
-use crate::reload::Reload;
-use crate::settings::{self, Flags, RelayProgram, WrongSettings};
-use crate::signals::Signals;
-use crate::{address, log, output};
+use crate::settings::{Flags, RelayProgram, WrongSettings};
+use crate::{address, output, start};
 
 /// Carry TCP clients of this host over RDMA to a server
 ///
@@ -75,9 +73,7 @@ JSON lines: {event: listening, address, to, rdma, admin?}, {event: ended, sessio
   failed, to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    let values = options.flags.values(options.config.as_deref())?;
-    log::install(&values);
-    settings::warn_of_unknown_variables();
+    let values = start::values(&options.flags, options.config.as_deref())?;
     let wrong = |name: &'static str| move |why: String| anyhow::anyhow!("--{name}: {why}");
     let Some(to) = values.text(&table::TO) else {
         return Err(WrongSettings("--to is missing; give the address of the server".into()).into());
@@ -92,10 +88,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         json: options.json,
         values,
     };
-    // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
-    // threads.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(serve(&setup))
+    start::block_on(serve(&setup))
 }
 
 async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
@@ -115,10 +108,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
         let (connector, counters) = (connector.clone(), Arc::clone(&counters));
         Arc::new(RelayAdmin { fabric: fabric.clone(), connector, to: setup.to, counters })
     })?;
-    // Installs the signal handlers before it reports that the relay runs: without a handler, a
-    // SIGHUP would end the relay.
-    let read = || setup.options.flags.values(setup.options.config.as_deref());
-    let (mut signals, reload) = (Signals::new()?, Reload::new(&setup.values, read)?);
+    let (flags, file) = (&setup.options.flags, setup.options.config.as_deref());
+    let (mut signals, reload) = start::handle_signals(&setup.values, flags, file)?;
     let admin_address = admin.as_ref().map(AdminServer::address);
     report_listening(setup, rdma, listener.local_addr()?, admin_address);
     let (probed, to) = (connector.clone(), setup.to);

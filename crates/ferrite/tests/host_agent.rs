@@ -26,20 +26,14 @@ use rustix::net;
 const TCP: &[&str] = &["--rdma", "forbid"];
 
 /// Starts hosts with agents; `None` if this process may not create namespaces.
-#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group(count: usize, options: &[&str]) -> Option<Group> {
-    let hosts = Hosts::start(count)
-        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
-        .ok()?;
+    let hosts = Hosts::start_or_skip(count)?;
     Some(Group::start(hosts, count, &[TCP, options].concat(), WITHOUT_CAPABILITIES))
 }
 
 /// Starts hosts whose agents authenticate each other.
-#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group_with_tls(count: usize, options: &[&str]) -> Option<Group> {
-    let hosts = Hosts::start(count)
-        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
-        .ok()?;
+    let hosts = Hosts::start_or_skip(count)?;
     let options = [TCP, options].concat();
     Some(Group::start_with_tls(hosts, count, &options, WITHOUT_CAPABILITIES))
 }

@@ -36,11 +36,8 @@ const FLOOD: u32 = 100_000;
 const BATCH: u32 = 1000;
 
 /// Starts three hosts whose agents authenticate each other, and stops the agent of the third.
-#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group() -> Option<Group> {
-    let hosts = Hosts::start(3)
-        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
-        .ok()?;
+    let hosts = Hosts::start_or_skip(3)?;
     let mut group = Group::start_with_tls(hosts, 3, &["--rdma", "forbid"], WITHOUT_CAPABILITIES);
     drop(group.agents.pop());
     until(TIMEOUT, "the loss of the third agent", || {

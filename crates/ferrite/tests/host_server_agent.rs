@@ -61,10 +61,7 @@ impl<'a> Unit<'a> {
             network: "port = 7001",
             engine: &engine,
         };
-        let agent = |command: &mut Command| {
-            command.arg("--agent");
-        };
-        let mut server = hosts.within(host, || Server::start_with(&directory, &setup, agent));
+        let mut server = hosts.within(host, || Server::start_with_agent(&directory, &setup));
         let event = server.event("ready");
         Self { server, event, host, hosts, _directory: directory }
     }
@@ -121,11 +118,8 @@ impl<'a> Unit<'a> {
 }
 
 /// Starts hosts and counts the packets between them; `None` if this process may not do that.
-#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn hosts(count: usize) -> Option<Hosts> {
-    let hosts = Hosts::start(count)
-        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
-        .ok()?;
+    let hosts = Hosts::start_or_skip(count)?;
     (1..=count).for_each(|host| wire::count(&hosts, host));
     Some(hosts)
 }

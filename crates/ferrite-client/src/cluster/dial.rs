@@ -166,7 +166,7 @@ impl Dialer<'_> {
                     let why = match login {
                         Ok(Err(error)) if is_connection_error(&error) => error.to_string(),
                         Ok(opened) => return opened.map_err(NoRdma::Refused),
-                        Err(_) => format!("no answer to the login within {share:?}"),
+                        Err(_) => format!("no answer to the login within {share:.1?}"),
                     };
                     let why = format!("{address} accepted the connection over RDMA, but: {why}");
                     failure = Some((*address, ferrite_fabric::Error::not_served(why)));

@@ -2,12 +2,11 @@
 //! what it has sent to each over which transport.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ferrite_fabric::Fallback;
-use ferrite_proto::cluster::is_host;
+use ferrite_proto::cluster::{endpoint_host, node_host};
 use ferrite_session::{Host, SessionTransport, TransportObserver};
 use redis::Value;
 
@@ -221,22 +220,9 @@ fn complete_node(node: &mut Value, from: &Host) -> bool {
     true
 }
 
-/// Returns the host of a node in a reply to CLUSTER SLOTS; `None` if it is unknown (`?`) or
-/// invalid. An empty host, a null or a wildcard address stands for the host that was asked.
+/// Returns the host of a node in a reply to CLUSTER SLOTS: see [`node_host`].
 fn host_of(name: &Value, from: &Host) -> Option<String> {
-    let name = match name {
-        Value::Nil => "",
-        name => text(name)?,
-    };
-    if means_asked_host(name) {
-        return Some(from.name.clone());
-    }
-    is_host(name).then(|| name.to_owned())
-}
-
-/// Returns whether a host stands for the host that was asked.
-fn means_asked_host(name: &str) -> bool {
-    name.is_empty() || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
+    node_host(text_or_null(name)?, &from.name).map(ToOwned::to_owned)
 }
 
 /// Returns address and id of a node in a reply to CLUSTER SLOTS.
@@ -271,20 +257,20 @@ fn parse_row(row: &Value, from: &Host) -> Option<Row> {
         _ => None,
     };
     let id = text(field("node")?)?.to_owned();
-    // A node that no other node has contacted does not know its own address. It sends an empty one,
-    // which stands for the host that was asked. That host may have a name.
-    let name = match field("address")? {
-        Value::Nil => Some(from.name.clone()),
-        address => match text(address)? {
-            "" => Some(from.name.clone()),
-            address => address.parse::<IpAddr>().ok().map(|ip| ip.to_string()),
-        },
-    };
+    let name = endpoint_host(text_or_null(field("address")?)?, &from.name);
     let Value::Int(port) = field("port")? else { return None };
     let port = Some(u16::try_from(*port).ok()?);
     let has_rdma = text(field("transport")?)? == "rdma";
     let endpoint = name.filter(|_| has_rdma).map(|name| Host { name, port });
     Some(Row { id, endpoint })
+}
+
+/// Returns a text, or `Some(None)` for a null.
+fn text_or_null(value: &Value) -> Option<Option<&str>> {
+    match value {
+        Value::Nil => Some(None),
+        value => text(value).map(Some),
+    }
 }
 
 fn text(value: &Value) -> Option<&str> {

@@ -61,6 +61,9 @@ impl AgentTls {
     }
 }
 
+/// How many names of a certificate a message has. A certificate may have thousands.
+const NAMES_SHOWN: usize = 8;
+
 /// Finds the peer that a certificate belongs to: the peer whose name the certificate has. If the
 /// certificate has the names of several peers, the address from which the link comes decides.
 ///
@@ -85,14 +88,16 @@ pub(super) fn find<'a, T>(
              of none of them; give each host a certificate of its own"
         )),
         None => {
-            let own_names = names_of(&certificate);
-            let names = match own_names.is_empty() {
-                true => "no name".into(),
-                false => own_names.join(", "),
-            };
+            let mut names = names_of(&certificate);
+            if names.len() > NAMES_SHOWN {
+                names.truncate(NAMES_SHOWN);
+                names.push("…".into());
+            }
+            let names = if names.is_empty() { "none".into() } else { names.join(", ") };
+            // The names come last: the refusal that the other agent gets has room for a few only.
             Err(format!(
-                "the certificate ({names}) has the name of no peer; subjectAltName must have the \
-                 address or the name of the host that the setting `peers` has"
+                "the certificate has the name of no peer (its names: {names}); subjectAltName must \
+                 have the address or the name of the host that the setting `peers` has"
             ))
         }
     }
@@ -146,6 +151,12 @@ mod tests {
         assert!(found(Some(&certificate(&["10.0.0.3"])), "10.0.0.3").is_err());
         let error = found(Some(&other), "10.0.0.2").expect_err("another host");
         assert!(error.contains("10.0.0.9") && error.contains("name of no peer"), "{error}");
+        let many: Vec<_> = (1..=100).map(|number| format!("host{number}.example")).collect();
+        let many: Vec<_> = many.iter().map(String::as_str).collect();
+        let error = found(Some(&certificate(&many)), "10.0.0.2").expect_err("another host");
+        let cause =
+            "the certificate has the name of no peer (its names: DnsName(\"host1.example\")";
+        assert!(error.starts_with(cause) && !error.contains("host9."), "{error}");
         let error = find::<()>(Some(&other), None, std::iter::empty()).expect_err("no peers");
         assert!(error.contains("10.0.0.9"), "{error}");
         let error = found(None, "10.0.0.2").expect_err("no certificate");

@@ -35,8 +35,20 @@ impl Sockets {
         self.0.contains(&(local, remote))
     }
 
+    /// Returns whether this host has one end of a connection, and the other end is on another host.
+    pub(super) fn is_direct(&self, local: SocketAddr, remote: SocketAddr) -> bool {
+        self.has(local, remote) && !self.has(remote, local)
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = (SocketAddr, SocketAddr)> {
         self.0.iter().copied()
+    }
+}
+
+#[cfg(test)]
+impl FromIterator<(SocketAddr, SocketAddr)> for Sockets {
+    fn from_iter<I: IntoIterator<Item = (SocketAddr, SocketAddr)>>(pairs: I) -> Self {
+        Self(pairs.into_iter().collect())
     }
 }
 

@@ -53,6 +53,7 @@ const DEVICES: [&str; 5] = [
     "rdma_devices_without_windows",
 ];
 const FALLBACKS: &str = "rdma_fallbacks_";
+
 /// An engine with the module.
 pub(super) struct Engine(EngineClient);
 

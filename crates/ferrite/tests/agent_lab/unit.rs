@@ -1,7 +1,5 @@
 //! `ferrite server --agent` with `replication.transport = "rdma"`.
 
-use std::process::Command;
-
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::wait::until_or;
@@ -50,10 +48,7 @@ impl<'a> Unit<'a> {
             network: &network,
             engine: &sections,
         };
-        let agent = |command: &mut Command| {
-            command.arg("--agent");
-        };
-        let mut server = hosts.within(host, || Server::start_with(&directory, &setup, agent));
+        let mut server = hosts.within(host, || Server::start_with_agent(&directory, &setup));
         let event = server.event("ready");
         Self { server, event, host, hosts, _directory: directory }
     }

@@ -48,6 +48,13 @@ impl Server {
         Self::start_with(directory, setup, |_| {})
     }
 
+    /// Starts the server with an agent.
+    pub(crate) fn start_with_agent(directory: &TempDir, setup: &Setup<'_>) -> Self {
+        Self::start_with(directory, setup, |command| {
+            command.arg("--agent");
+        })
+    }
+
     pub(crate) fn start_with(
         directory: &TempDir,
         setup: &Setup<'_>,
