@@ -5,6 +5,9 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use rustix::process::{Gid, Uid};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+
 use crate::wait::{TIMEOUT, comes_true, until};
 
 const ROLE: &str = "FERRITE_LAB_ROLE";
@@ -18,6 +21,26 @@ const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 pub fn signal(name: &str, id: u32) {
     let sent = Command::new("kill").args(["-s", name, &id.to_string()]).status().expect("kill");
     assert!(sent.success(), "cannot send SIG{name} to {id}");
+}
+
+/// Runs code on a thread of the user `nobody`, who has no rights. Processes that it starts, and files
+/// that it creates, belong to that user. Needs root.
+///
+/// # Panics
+/// If this process is not root, or the code panics.
+pub fn as_nobody<T: Send>(run: impl FnOnce() -> T + Send) -> T {
+    const NOBODY: u32 = 65534;
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let (user, group) = (Some(Uid::from_raw(NOBODY)), Some(Gid::from_raw(NOBODY)));
+            // Of this thread, not of the process.
+            set_thread_groups(&[]).expect("root");
+            set_thread_res_gid(group, group, group).expect("root");
+            set_thread_res_uid(user, user, user).expect("root");
+            run()
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 /// Returns whether a process runs. A zombie does not count.

@@ -5,28 +5,28 @@
 mod agent {
     pub(crate) mod cluster;
     pub(crate) mod harness;
+    pub(crate) mod killed;
+    pub(crate) mod sentinels;
     pub(crate) mod wire;
 }
 mod metrics {
     pub(crate) mod harness;
 }
 
-use std::io::{ErrorKind, Read as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command, Output};
+use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
 
-use agent::harness::{Group, NETWORK_ADMIN, PASSWORD, sum};
-use agent::{cluster, wire};
-use ferrite_testkit::directory::TempDir;
+use agent::harness::{Group, NETWORK_ADMIN, sum};
+use agent::killed::{AUTH, is_reset};
+use agent::wire::has_rules;
+use agent::{cluster, killed, sentinels, wire};
 use ferrite_testkit::netns::Hosts;
-use ferrite_testkit::process::{KillOnDrop, exit_within, signal};
-use ferrite_testkit::resp::Client;
-use ferrite_testkit::{Engine, TIMEOUT, until};
+use ferrite_testkit::process::{exit_within, signal};
+use ferrite_testkit::{TIMEOUT, until};
 
 const TCP: &[&str] = &["--rdma", "forbid"];
-const AUTH: [&str; 4] = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
 
 /// Starts hosts; `None` if this process may not create namespaces.
 #[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
@@ -41,30 +41,8 @@ fn group(count: usize, options: &[&str]) -> Option<Group> {
     Some(Group::start_transparent(hosts(count)?, count, &[TCP, options].concat()))
 }
 
-fn is_reset(socket: &mut TcpStream) -> bool {
-    matches!(socket.read(&mut [0]), Err(error) if error.kind() == ErrorKind::ConnectionReset)
-}
-
 fn direct(group: &Group, host: usize) -> f64 {
     sum(&group.scrape(host), "agent_direct_connections_total", "")
-}
-
-/// Returns whether a host has rules of an agent.
-fn has_rules(hosts: &Hosts, host: usize) -> bool {
-    wire::nft(hosts, host, "list ruleset").contains("redirect to")
-}
-
-/// Returns a client of an engine's own socket.
-fn operator(engine: &Engine) -> Client {
-    let mut client = engine.client();
-    client.ok(&["AUTH", PASSWORD]);
-    client
-}
-
-fn field(engine: &Engine, name: &str) -> String {
-    let info = operator(engine).text(&["INFO"]);
-    let line = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-    line.unwrap_or_else(|| panic!("{name} in {info}")).trim().to_owned()
 }
 
 #[test]
@@ -150,54 +128,12 @@ fn starts_while_programs_connect() {
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
 }
 
-/// Kills the agent of a replica's host. The rules end with it.
 #[test]
 #[expect(clippy::print_stderr, reason = "shows how long the rules have stayed")]
 fn connections_are_direct_after_an_agent_was_killed() {
     let Some(mut group) = group(2, &[]) else { return };
-    let primary = group.start_engine(1, 7001, &AUTH);
-    let of = [&AUTH[..], &["--replicaof", "10.77.0.1", "7001"]].concat();
-    let replica = group.start_engine(2, 7001, &of);
-    until(TIMEOUT, "a replica", || field(&replica, "master_link_status") == "up");
-    assert!(field(&primary, "slave0").starts_with("ip=10.77.0.2,port=7001,state="));
-    group.assert_only_links(true);
-    let number = |name| field(&primary, name).parse::<u32>().expect("a number");
-    let syncs = || (number("sync_full"), number("sync_partial_ok"));
-    let is_connected = || field(&replica, "master_link_status") == "up";
-    assert_eq!(syncs(), (1, 0));
-    let mut times = Vec::new();
-    for _ in 1..=3 {
-        let mut waits = group.connect(2, 1, 7001);
-        let (_, resumed) = syncs();
-        let begun = Instant::now();
-        signal("KILL", group.agent(2).process.0.id());
-        until(TIMEOUT, "no rules", || !has_rules(&group.hosts, 2));
-        times.push(begun.elapsed().as_millis());
-        assert!(is_reset(&mut waits), "expected a reset, not the end of the stream");
-        assert_eq!(group.client(2, 1, 7001).ask(&["PING"]), "+PONG");
-        // The replica resumes where it was interrupted, over a direct connection.
-        let has_resumed = |before: u32| syncs().1 > before && is_connected();
-        until(TIMEOUT, "a partial resynchronisation", || has_resumed(resumed));
-        let (_, resumed) = syncs();
-        let packets = || wire::packets(&group.hosts, 2).0;
-        assert!(packets() > 0, "direct connections are counted");
-        // A new agent redirects new connections, and leaves the direct one alone.
-        group.agents[1] = group.start_agent(2, 2);
-        group.wait_for_links();
-        let mut client = operator(&primary);
-        client.ok(&["SET", "key", "value"]);
-        assert_eq!(client.ask(&["WAIT", "1", "30000"]), ":1");
-        assert_eq!(syncs(), (1, resumed));
-        let opened = || sum(&group.scrape(2), "agent_streams_opened_total{", "by=\"local\"");
-        assert!(opened() == 0.0);
-        assert_eq!(group.client(2, 1, 7001).ask(&["PING"]), "+PONG");
-        assert!(opened() == 1.0);
-        // Ends the direct connection of the replica. The next one goes through the new agent.
-        assert_eq!(operator(&replica).ask(&["CLIENT", "KILL", "TYPE", "master"]), ":1");
-        until(TIMEOUT, "a partial resynchronisation", || has_resumed(resumed));
-        assert!(opened() == 2.0);
-    }
-    eprintln!("rules were gone after {times:?} ms");
+    let times = killed::connections_are_direct(&mut group, 3, true);
+    eprintln!("rules were gone after {times:.0?}");
 }
 
 #[test]
@@ -336,82 +272,8 @@ fn agent_does_not_start_if_rules_of_others_come_first() {
     drop(trap);
 }
 
-/// A Sentinel on a host. It has no settings for its addresses.
-struct Sentinel {
-    _process: KillOnDrop,
-    _directory: TempDir,
-}
-
-impl Sentinel {
-    fn start(group: &Group, host: usize) -> Self {
-        let directory = TempDir::new("sentinel");
-        let lines = format!(
-            "port 26379\ndir {}\nlogfile {}\nsentinel monitor group 10.77.0.1 7001 2\n\
-             sentinel auth-pass group {PASSWORD}\nsentinel down-after-milliseconds group 3000\n\
-             sentinel failover-timeout group 20000\n",
-            directory.path().display(),
-            directory.join("log").display()
-        );
-        let file = directory.file("sentinel.conf", lines);
-        let start = || -> Child {
-            let mut command = Command::new("redis-server");
-            command.arg(&file).arg("--sentinel").spawn().expect("a sentinel")
-        };
-        Self { _process: KillOnDrop(group.hosts.within(host, start)), _directory: directory }
-    }
-}
-
-fn sentinel(group: &Group, from: usize, to: usize) -> Client {
-    let address = group.address(to);
-    group.hosts.within(from, || Client::to_tcp((address.as_str(), 26379)))
-}
-
 #[test]
 fn sentinels_replace_a_lost_primary() {
     let Some(group) = group(3, &[]) else { return };
-    let mut primary = group.start_engine(1, 7001, &AUTH);
-    let of = [&AUTH[..], &["--replicaof", "10.77.0.1", "7001"]].concat();
-    let replicas = [2, 3].map(|host| group.start_engine(host, 7001, &of));
-    for replica in &replicas {
-        until(TIMEOUT, "a replica", || field(replica, "master_link_status") == "up");
-    }
-    let _sentinels = [1, 2, 3].map(|host| Sentinel::start(&group, host));
-    for host in 1..=3 {
-        until(TIMEOUT, "a sentinel", || {
-            group.hosts.within(host, || TcpStream::connect("127.0.0.1:26379").is_ok())
-        });
-        until(TIMEOUT, "a sentinel that knows all others", || {
-            let text = sentinel(&group, host % 3 + 1, host).text(&["INFO", "sentinel"]);
-            text.contains("status=ok,address=10.77.0.1:7001,slaves=2,sentinels=3")
-        });
-    }
-    let mut client = group.client(2, 1, 7001);
-    client.ok(&["SET", "key", "value"]);
-    assert_eq!(client.ask(&["WAIT", "2", "30000"]), ":2");
-    primary.kill();
-    let asked = ["SENTINEL", "get-master-addr-by-name", "group"];
-    let mut new = None;
-    for host in 1..=3 {
-        until(TIMEOUT, "another primary", || {
-            let mut client = sentinel(&group, host % 3 + 1, host);
-            client.send(&[asked.map(String::from).to_vec()]);
-            let reply = client.replies(1).remove(0);
-            let reply = String::from_utf8_lossy(&reply).into_owned();
-            new = [2, 3].into_iter().find(|host| reply.contains(&group.address(*host)));
-            new.is_some()
-        });
-    }
-    let new = new.expect("a host");
-    let other = &replicas[usize::from(new == 2)];
-    until(TIMEOUT, "a replica of the new primary", || {
-        field(other, "role") == "slave"
-            && field(other, "master_host") == group.address(new)
-            && field(other, "master_link_status") == "up"
-    });
-    let mut client = group.client(1, new, 7001);
-    assert_eq!(client.text(&["GET", "key"]), "value");
-    client.ok(&["SET", "key", "another"]);
-    assert_eq!(client.ask(&["WAIT", "1", "30000"]), ":1");
-    (1..=3).for_each(|host| wire::assert_only_links(&group.hosts, host));
-    (1..=3).for_each(|host| assert!(direct(&group, host) == 0.0));
+    sentinels::replace_primaries(&group, true);
 }

@@ -4,6 +4,8 @@
 mod agent {
     pub(crate) mod cluster;
     pub(crate) mod harness;
+    pub(crate) mod killed;
+    pub(crate) mod sentinels;
     pub(crate) mod wire;
 }
 mod agent_lab {
@@ -15,6 +17,7 @@ mod agent_lab {
     pub(crate) mod replication;
     pub(crate) mod size;
     pub(crate) mod soak;
+    pub(crate) mod transparent;
     pub(crate) mod unit;
 }
 mod metrics {
@@ -27,7 +30,7 @@ mod server {
 use std::collections::BTreeMap;
 
 use agent::cluster;
-use agent::harness::{Group, NOBODY, alias, sum};
+use agent::harness::{Group, NOBODY, sum};
 use ferrite_testkit::lab::{resources, sh};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::{TIMEOUT, until};
@@ -48,14 +51,19 @@ fn hosts(count: usize) -> Option<Hosts> {
 
 const OPTIONS: &[&str] = &["--rdma", "require", "--direct", "refuse", "--rdma-device", "DEVICE"];
 
+/// Returns the number of links over RDMA to a peer.
+fn links_to(group: &Group, samples: &BTreeMap<String, f64>, peer: usize) -> f64 {
+    let address = group.address(peer);
+    sum(samples, &format!("agent_links{{peer=\"{address}\",transport=\"rdma\"}}"), "")
+}
+
 /// Asserts that each host has this number of links to each of its two peers, over RDMA.
 #[track_caller]
 fn assert_links(group: &Group, count: u64, before: &BTreeMap<String, u64>) {
     for host in 1..=3 {
         let samples = group.scrape(host);
         for peer in (1..=3).filter(|peer| *peer != host) {
-            let links = format!("agent_links{{peer=\"{}\",transport=\"rdma\"}}", alias(peer));
-            assert!(sum(&samples, &links, "") == count as f64, "{samples:?}");
+            assert!(links_to(group, &samples, peer) == count as f64, "{samples:?}");
         }
         // The queue pairs of ended links are destroyed after a while.
         let device = format!("{} qp", group.hosts.device(host));

@@ -1,4 +1,5 @@
 //! A cluster of three primaries and three replicas on three hosts, through agents.
+#![allow(dead_code, reason = "no test binary uses all of it")]
 
 use std::collections::BTreeMap;
 
@@ -147,8 +148,34 @@ fn key(number: usize) -> String {
     format!("key:{number}")
 }
 
-fn value(number: usize) -> String {
-    format!("{number}:{}", "x".repeat(number % 700))
+fn value(number: usize, version: usize) -> String {
+    format!("{number}.{version}:{}", "x".repeat(number % 700))
+}
+
+/// Writes all keys. `version` distinguishes their values from those of another call.
+pub(crate) fn write(client: &mut Client, version: usize) {
+    write_numbers(client, &(0..KEYS).collect::<Vec<_>>(), version);
+}
+
+/// Reads all keys, and compares their values with those that [`write`] has written.
+pub(crate) fn compare(client: &mut Client, version: usize) {
+    compare_numbers(client, &(0..KEYS).collect::<Vec<_>>(), version);
+}
+
+fn write_numbers(client: &mut Client, numbers: &[usize], version: usize) {
+    let command = |number: &usize| vec!["SET".into(), key(*number), value(*number, version)];
+    client.send(&numbers.iter().map(command).collect::<Vec<Vec<String>>>());
+    let replies = client.replies(numbers.len());
+    assert!(replies.iter().all(|reply| reply == b"+OK\r\n"));
+}
+
+fn compare_numbers(client: &mut Client, numbers: &[usize], version: usize) {
+    let command = |number: &usize| vec!["GET".into(), key(*number)];
+    client.send(&numbers.iter().map(command).collect::<Vec<Vec<String>>>());
+    let replies = client.replies(numbers.len());
+    for (number, reply) in numbers.iter().zip(replies) {
+        assert_eq!(text_of(&reply), value(*number, version), "{}", key(*number));
+    }
 }
 
 /// Returns for each primary a client on this host, and the numbers of the primary's keys.
@@ -166,11 +193,7 @@ fn keys_by_primary(group: &Group, nodes: &Nodes, from: usize) -> Vec<(Client, Ve
 
 fn write_keys(group: &Group, nodes: &Nodes) {
     for (mut client, numbers) in keys_by_primary(group, nodes, 1) {
-        let commands =
-            numbers.iter().map(|number| vec!["SET".into(), key(*number), value(*number)]);
-        client.send(&commands.collect::<Vec<Vec<String>>>());
-        let replies = client.replies(numbers.len());
-        assert!(replies.iter().all(|reply| reply == b"+OK\r\n"));
+        write_numbers(&mut client, &numbers, 0);
     }
 }
 
@@ -178,13 +201,8 @@ fn write_keys(group: &Group, nodes: &Nodes) {
 fn compare_keys(group: &Group, nodes: &Nodes, from: usize) {
     let mut compared = 0;
     for (mut client, numbers) in keys_by_primary(group, nodes, from) {
-        let commands = numbers.iter().map(|number| vec!["GET".into(), key(*number)]);
-        client.send(&commands.collect::<Vec<Vec<String>>>());
-        let replies = client.replies(numbers.len());
-        for (number, reply) in numbers.iter().zip(replies) {
-            assert_eq!(text_of(&reply), value(*number), "{}", key(*number));
-            compared += 1;
-        }
+        compare_numbers(&mut client, &numbers, 0);
+        compared += numbers.len();
     }
     assert_eq!(compared, KEYS, "every slot has a primary");
 }

@@ -3,12 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::net::TcpStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use ferrite_testkit::ca::Issued;
 use ferrite_testkit::engine::REDIS;
 use ferrite_testkit::netns::Hosts;
+use ferrite_testkit::process::as_nobody;
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::{Ca, Engine, Start, TIMEOUT, TempDir, until};
 
@@ -36,7 +37,11 @@ pub(crate) const NOBODY: &[&str] = &[
 ];
 
 /// Starts a program as a user whose only privileges are those that transparent mode needs.
-pub(crate) const NETWORK_ADMIN: &[&str] = &[
+pub(crate) const NETWORK_ADMIN: &[&str] = RDMA_NETWORK_ADMIN.split_at(2).1;
+/// Starts a program as [`NETWORK_ADMIN`] does. The user may lock memory.
+pub(crate) const RDMA_NETWORK_ADMIN: &[&str] = &[
+    "prlimit",
+    "--memlock=unlimited:unlimited",
     "setpriv",
     "--no-new-privs",
     "--reuid=65534",
@@ -73,6 +78,36 @@ impl Certificates {
     }
 }
 
+/// The program of a group's engines, and the user who runs them.
+pub(crate) struct EngineProgram {
+    pub(crate) path: PathBuf,
+    is_nobody: bool,
+    _copy: Option<TempDir>,
+}
+
+impl EngineProgram {
+    fn redis() -> Self {
+        Self { path: REDIS.into(), is_nobody: false, _copy: None }
+    }
+
+    /// A program that a user without rights runs.
+    pub(crate) fn of_nobody(program: &Path) -> Self {
+        if program == Path::new(REDIS) {
+            return Self { is_nobody: true, ..Self::redis() };
+        }
+        // That user may not open the directories of others.
+        let directory = TempDir::new("engines");
+        let path = directory.join("server");
+        std::fs::copy(program, &path).expect("a copy of the engine");
+        Self { path, is_nobody: true, _copy: Some(directory) }
+    }
+
+    /// Runs code that starts the program.
+    pub(crate) fn run<T: Send>(&self, start: impl FnOnce() -> T + Send) -> T {
+        if self.is_nobody { as_nobody(start) } else { start() }
+    }
+}
+
 /// Hosts with an agent each, numbered from 1.
 pub(crate) struct Group {
     // Declared before `hosts`, so that the agents end before their hosts.
@@ -84,6 +119,7 @@ pub(crate) struct Group {
     /// The words before the command line of an agent, which run it as a user with few rights.
     user: &'static [&'static str],
     is_transparent: bool,
+    pub(crate) engines: EngineProgram,
 }
 
 impl Group {
@@ -116,26 +152,28 @@ impl Group {
         certificates: Option<Certificates>,
     ) -> Self {
         let options = options.iter().map(ToString::to_string).collect();
-        let is_transparent = false;
-        Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent }
+        let (is_transparent, engines) = (false, EngineProgram::redis());
+        Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent, engines }
             .with_agents(count)
     }
 
     /// Starts agents in transparent mode, as `start` does. Packets between the hosts are counted.
     pub(crate) fn start_transparent(hosts: Hosts, count: usize, options: &[&str]) -> Self {
-        Self::start_transparent_with(hosts, count, options, None)
+        Self::start_transparent_as(hosts, count, options, NETWORK_ADMIN, EngineProgram::redis())
     }
 
-    /// Starts agents in transparent mode, with certificates if there are any.
-    pub(crate) fn start_transparent_with(
+    /// Starts agents in transparent mode, as this user, beside engines of this program.
+    pub(crate) fn start_transparent_as(
         hosts: Hosts,
         count: usize,
         options: &[&str],
-        certificates: Option<Certificates>,
+        user: &'static [&'static str],
+        engines: EngineProgram,
     ) -> Self {
         let options = options.iter().map(ToString::to_string).collect();
-        let (user, is_transparent) = (NETWORK_ADMIN, true);
-        let group = Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent };
+        let (certificates, is_transparent) = (None, true);
+        let group =
+            Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent, engines };
         (1..=count).for_each(|host| wire::count(&group.hosts, host));
         group.with_agents(count)
     }
@@ -236,7 +274,7 @@ impl Group {
     /// Starts an engine on a host, at the host's alias. In transparent mode, the engine has no
     /// settings for its addresses.
     pub(crate) fn start_engine(&self, host: usize, port: u16, options: &[&str]) -> Engine {
-        self.start_engine_of(Path::new(REDIS), host, port, options)
+        self.start_engine_of(&self.engines.path, host, port, options)
     }
 
     /// Starts an engine of this program, as [`Group::start_engine`] does.
@@ -252,7 +290,7 @@ impl Group {
         let own = if self.is_transparent { &own[..2] } else { &own };
         let options = [own, options].concat();
         let start = Start { program, options: &options, module: None };
-        self.hosts.within(host, || Engine::start(&start))
+        self.hosts.within(host, || self.engines.run(|| Engine::start(&start)))
     }
 
     /// Connects a program of a host to an engine of any host.
@@ -291,7 +329,7 @@ impl Group {
     pub(crate) fn assert_only_links(&self, over_tcp: bool) {
         if self.is_transparent {
             return (1..=self.agents.len())
-                .for_each(|host| wire::assert_only_links(&self.hosts, host));
+                .for_each(|host| wire::assert_only_links(&self.hosts, host, over_tcp));
         }
         for host in 1..=self.agents.len() {
             // Of this thread, not of the process: the thread is in the namespace.
