@@ -178,8 +178,8 @@ impl Error {
         }))
     }
 
-    /// Returns the error for a server that has accepted a connection over RDMA and does not serve it.
-    /// `why` says what has happened. Pass the error to
+    /// Returns the error for a server that has accepted a connection over RDMA and does not serve
+    /// it. `why` says what has happened. Pass the error to
     /// [`Fabric::fell_back_to_tcp`](crate::Fabric::fell_back_to_tcp).
     #[must_use]
     pub fn not_served(why: impl Into<String>) -> Self {

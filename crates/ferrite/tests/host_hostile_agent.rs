@@ -177,18 +177,17 @@ fn wrong_certificates_are_refused_and_counted() {
     let ca = &group.certificates.as_ref().expect("TLS").ca;
     let own = group.hosts.ip(HOSTILE);
     let other_ca = Ca::new();
-    let attempt = |known: &Ca, issued: &Issued| {
-        Hostile::connect_with(&group, known, issued).map(|hostile| {
-            // The agent checks the names in a certificate after the TLS handshake.
-            until(TIMEOUT, "the end of the link", || hostile.link.failure().is_some());
-        })
-    };
+    let attempt =
+        |known: &Ca, issued: &Issued| Hostile::connect_with(&group, known, issued).map(drop);
     assert!(attempt(ca, &other_ca.issue(&[&own])).is_err());
     assert!(attempt(ca, &ca.issue_expired(&[&own])).is_err());
     assert!(attempt(&other_ca, &ca.issue(&[&own])).is_err());
     assert!(Hostile::connect_by(&group, &ConnectOptions::new()).is_err(), "no TLS");
     until(TIMEOUT, "refusals that are counted", || links_refused(&group, "tls") == 4.0);
-    attempt(ca, &ca.issue(&["10.77.0.9"])).expect("a handshake");
+    // The agent checks the names in a certificate after the TLS handshake.
+    let error = attempt(ca, &ca.issue(&["10.77.0.9"])).expect_err("a refusal");
+    let refusal = error.refusal().expect("a refusal of the agent");
+    assert!(refusal.text.contains("has the name of no peer"), "{refusal}");
     assert_eq!(links_refused(&group, "certificate"), 1.0);
     assert_eq!(links(&group, 1), 0.0);
     assert_eq!(group.get(1, "/live").0, 200);

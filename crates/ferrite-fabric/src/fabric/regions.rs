@@ -248,8 +248,8 @@ fn access_of(rights: Rights) -> Access {
 }
 
 impl RegionShared {
-    /// Grants the peer of `link` access. Returns the token that the peer needs. If the peer does not
-    /// use grants, the token has no key and gives no access.
+    /// Grants the peer of `link` access. Returns the token that the peer needs. If the peer does
+    /// not use grants, the token has no key and gives no access.
     pub(crate) fn grant_to(&self, pool: &Pool, link: &Arc<LinkShared>) -> GrantToken {
         let RemoteSlice { addr, len, rkey } = self.remote;
         let mut token = GrantToken { grant: self.id, addr, len, rkey, rights: self.rights };

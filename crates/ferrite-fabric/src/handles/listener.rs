@@ -308,17 +308,17 @@ impl Listener {
         self.absence.as_ref()
     }
 
-    /// Lets `admit` decide about each new link, before the link is accepted. A peer that it does not
-    /// admit receives the code and the text (at most [`Refusal::TEXT_BYTES_MAX`] bytes) as the
+    /// Lets `admit` decide about each new link, before the link is accepted. A peer that it does
+    /// not admit receives the code and the text (at most [`Refusal::TEXT_BYTES_MAX`] bytes) as the
     /// reason. Links that continue after the loss of their path are not asked about.
     ///
     /// The driver calls `admit` for each request, so it must not wait, nor call this fabric.
     ///
     /// [`Refusal::TEXT_BYTES_MAX`]: crate::wire::Refusal::TEXT_BYTES_MAX
-    pub fn admit_if(
-        &self,
-        admit: impl Fn(&LinkRequest<'_>) -> Result<(), (RefusalCode, String)> + Send + Sync + 'static,
-    ) {
+    pub fn admit_if<A>(&self, admit: A)
+    where
+        A: Fn(&LinkRequest<'_>) -> Result<(), (RefusalCode, String)> + Send + Sync + 'static,
+    {
         *lock(&self.shared.admit) = Some(Arc::new(admit));
     }
 

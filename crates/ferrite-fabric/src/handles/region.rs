@@ -110,8 +110,8 @@ impl Region {
     /// If the device has memory windows, the token is valid on this link only, and each grant uses
     /// one of the device's windows.
     ///
-    /// A peer without [`Features::ONE_SIDED`](crate::wire::Features::ONE_SIDED) does not use grants:
-    /// its token gives no access.
+    /// A peer without [`Features::ONE_SIDED`](crate::wire::Features::ONE_SIDED) does not use
+    /// grants: its token gives no access.
     #[must_use]
     pub fn grant(&self, link: &Link) -> GrantToken {
         self.shared.grant_to(self.fabric.pool(), link.shared())
