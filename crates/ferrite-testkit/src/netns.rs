@@ -59,21 +59,7 @@ impl Hosts {
     /// # Panics
     /// If a device cannot be added, or does not get the address of its host.
     pub fn add_devices(&self) {
-        for host in 1..=self.count {
-            let (namespace, device) = (self.namespace(host), self.device(host));
-            let add = ["netns", "exec", &namespace, "rdma", "link", "add", &device];
-            ip(&[&add[..], &["type", "rxe", "netdev", "eth0"]].concat());
-        }
-        for host in 1..=self.count {
-            let gids = format!("/sys/class/infiniband/{}/ports/1/gids", self.device(host));
-            let gid = format!(":ffff:0a4d:00{host:02x}");
-            until(Duration::from_secs(30), "a GID of each device", || {
-                (0..4).any(|index| {
-                    let read = std::fs::read_to_string(Path::new(&gids).join(index.to_string()));
-                    read.is_ok_and(|text| text.trim().ends_with(&gid))
-                })
-            });
-        }
+        (1..=self.count).for_each(|host| self.add_device(host));
         // The kernel's RDMA address lookup can miss the moment when a neighbour becomes known. So
         // each host sends to all others here, before any lookup.
         for host in 1..=self.count {
@@ -84,6 +70,24 @@ impl Hosts {
                 }
             });
         }
+    }
+
+    /// Gives a host its Soft-RoCE device, as [`Hosts::add_devices`] does for all hosts.
+    ///
+    /// # Panics
+    /// If the device cannot be added, or does not get the address of its host.
+    pub fn add_device(&self, host: usize) {
+        let (namespace, device) = (self.namespace(host), self.device(host));
+        let add = ["netns", "exec", &namespace, "rdma", "link", "add", &device];
+        ip(&[&add[..], &["type", "rxe", "netdev", "eth0"]].concat());
+        let gids = format!("/sys/class/infiniband/{device}/ports/1/gids");
+        let gid = format!(":ffff:0a4d:00{host:02x}");
+        until(Duration::from_secs(30), "a GID of the device", || {
+            (0..4).any(|index| {
+                let read = std::fs::read_to_string(Path::new(&gids).join(index.to_string()));
+                read.is_ok_and(|text| text.trim().ends_with(&gid))
+            })
+        });
     }
 
     /// Returns the address of a host.
@@ -121,6 +125,12 @@ impl Hosts {
     pub fn within<T: Send>(&self, host: usize, run: impl FnOnce() -> T + Send) -> T {
         assert!((1..=self.count).contains(&host), "host {host} does not exist");
         self.within_namespace(host, run)
+    }
+
+    /// Returns the number of hosts.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.count
     }
 
     fn within_namespace<T: Send>(&self, host: usize, run: impl FnOnce() -> T + Send) -> T {

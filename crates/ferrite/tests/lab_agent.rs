@@ -6,7 +6,19 @@ mod agent {
     pub(crate) mod harness;
     pub(crate) mod wire;
 }
+mod agent_lab {
+    pub(crate) mod bulk;
+    pub(crate) mod failover;
+    pub(crate) mod faults;
+    pub(crate) mod nodes;
+    pub(crate) mod replication;
+    pub(crate) mod size;
+    pub(crate) mod unit;
+}
 mod metrics {
+    pub(crate) mod harness;
+}
+mod server {
     pub(crate) mod harness;
 }
 
@@ -18,15 +30,15 @@ use ferrite_testkit::lab::{resources, sh};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::{TIMEOUT, until};
 
-/// Starts three hosts with an RDMA device each. Returns `None` if Soft-RoCE of this kernel does not
+/// Starts hosts with an RDMA device each. Returns `None` if Soft-RoCE of this kernel does not
 /// work in network namespaces.
 #[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
-fn hosts() -> Option<Hosts> {
+fn hosts(count: usize) -> Option<Hosts> {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") {
         eprintln!("SKIPPED: Soft-RoCE of this kernel receives only in the first namespace");
         return None;
     }
-    let hosts = Hosts::start(3).expect("the lab runs tests as root");
+    let hosts = Hosts::start(count).expect("the lab runs tests as root");
     hosts.add_devices();
     sh("chmod 666 /dev/infiniband/*");
     Some(hosts)
@@ -55,7 +67,7 @@ fn assert_links(group: &Group, count: u64, before: &BTreeMap<String, u64>) {
 /// Each pair of hosts has two queue pairs at each end, one for each direction.
 #[test]
 fn cluster_of_three_hosts_works_over_rdma_alone() {
-    let Some(hosts) = hosts() else { return };
+    let Some(hosts) = hosts(3) else { return };
     let before = resources();
     let group = Group::start(hosts, 3, OPTIONS, NOBODY);
     cluster::works(&group, false);
@@ -66,7 +78,7 @@ fn cluster_of_three_hosts_works_over_rdma_alone() {
 /// more data.
 #[test]
 fn cluster_of_three_hosts_works_over_rdma_behind_tls() {
-    let Some(hosts) = hosts() else { return };
+    let Some(hosts) = hosts(3) else { return };
     let before = resources();
     let group = Group::start_with_tls(hosts, 3, OPTIONS, NOBODY);
     cluster::works(&group, true);

@@ -3,9 +3,11 @@
 
 use std::collections::BTreeMap;
 use std::net::TcpStream;
+use std::path::Path;
 use std::process::Command;
 
 use ferrite_testkit::ca::Issued;
+use ferrite_testkit::engine::REDIS;
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::{Ca, Engine, Start, TIMEOUT, TempDir, until};
@@ -234,11 +236,23 @@ impl Group {
     /// Starts an engine on a host, at the host's alias. In transparent mode, the engine has no
     /// settings for its addresses.
     pub(crate) fn start_engine(&self, host: usize, port: u16, options: &[&str]) -> Engine {
+        self.start_engine_of(Path::new(REDIS), host, port, options)
+    }
+
+    /// Starts an engine of this program, as [`Group::start_engine`] does.
+    pub(crate) fn start_engine_of(
+        &self,
+        program: &Path,
+        host: usize,
+        port: u16,
+        options: &[&str],
+    ) -> Engine {
         let (alias, port) = (alias(host), port.to_string());
         let own = ["--port", &port, "--bind", &alias, "--bind-source-addr", &alias];
         let own = if self.is_transparent { &own[..2] } else { &own };
         let options = [own, options].concat();
-        self.hosts.within(host, || Engine::start(&Start::redis(&options)))
+        let start = Start { program, options: &options, module: None };
+        self.hosts.within(host, || Engine::start(&start))
     }
 
     /// Connects a program of a host to an engine of any host.
@@ -305,6 +319,13 @@ impl Group {
             assert_eq!((count, peers.len()), (links, expected), "host {host}: {sockets}");
         }
     }
+}
+
+/// Returns a client of an engine's own socket.
+pub(crate) fn operator(engine: &Engine) -> Client {
+    let mut client = engine.client();
+    client.ok(&["AUTH", PASSWORD]);
+    client
 }
 
 /// Returns the sum of all samples whose series begins with `name` (without `ferrite_`) and contains

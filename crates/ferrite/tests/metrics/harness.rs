@@ -103,9 +103,12 @@ impl Running {
         (running, lines)
     }
 
-    /// Returns the command with an admin port.
+    /// Returns the command with an admin port. The variable `FERRITE_PROGRAM` names another build
+    /// of ferrite, such as an optimised one.
     pub(crate) fn command(arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        let program = std::env::var_os("FERRITE_PROGRAM");
+        let mut command =
+            Command::new(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrite").into()));
         command.args(arguments).args(["--admin-listen", "127.0.0.1:0", "--json"]);
         command
     }
