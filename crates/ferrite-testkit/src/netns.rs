@@ -102,7 +102,7 @@ impl Hosts {
         format!("fe_rxe{host}")
     }
 
-    /// Returns the name of the bridge's interface to a host. It exists within the bridge's namespace
+    /// Returns the name of the bridge's interface to a host. It is in the namespace of the bridge
     /// ([`Hosts::within_bridge`]).
     #[must_use]
     pub fn bridge_port(&self, host: usize) -> String {

@@ -8,7 +8,7 @@
 //!
 //! Both clusters have three primaries and three replicas on hosts 1 to 3, so both are used at the
 //! same time on the same machine. A cut loses the RoCE packets of one host, until all its links
-//! have moved to TCP and the clients continue. In the first [`DIRECT_CUT`], it also loses the host's
+//! have moved to TCP and the clients continue. During the first [`DIRECT_CUT`], it also loses the
 //! TCP packets of cluster 2.
 //!
 //! A client may report only errors that it also reports over TCP.
@@ -97,7 +97,10 @@ impl Arm {
             let node = (self.address)(1 + number % 3);
             let prefix = path.file_name().expect("a name").to_string_lossy();
             let start = || Program::start(path, (&node, self.ports[0]), PASSWORD, &prefix);
-            self.programs.push(group.hosts.within(CLIENTS, start));
+            let program = group.hosts.within(CLIENTS, start);
+            // One after another, because their start costs much CPU time.
+            program.wait_for_start();
+            self.programs.push(program);
         }
     }
 
@@ -125,7 +128,7 @@ impl Arm {
             program.finish();
             let report = program.report();
             println!(
-                "{:>6}, {}: {} rounds, longest time between two {:.1?}, {} errors, {} wrong replies",
+                "{:>6}, {}: {} rounds, at most {:.1?} between two, {} errors, {} wrong replies",
                 self.name,
                 program.name,
                 report.rounds,

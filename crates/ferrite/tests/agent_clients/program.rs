@@ -102,6 +102,14 @@ impl Program {
         self.report.lock().expect("no panic")
     }
 
+    /// Waits for the first round. The runtimes of some clients read hundreds of files first.
+    #[track_caller]
+    pub(crate) fn wait_for_start(&self) {
+        let what = format!("the first round of {}", self.name);
+        let details = || format!("{:?}", self.report());
+        until_or(3 * TIMEOUT, &what, || self.report().rounds > 0, details);
+    }
+
     /// Waits until the program has done so many more rounds.
     #[track_caller]
     pub(crate) fn wait_for(&self, rounds: u64, what: &str) {

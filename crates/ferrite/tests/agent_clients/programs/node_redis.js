@@ -1,7 +1,7 @@
-// Runs work.js with node-redis. `../program.rs` starts it.
+// Runs work.js with node-redis, without its packages for modules. `../program.rs` starts it.
 'use strict';
 
-const { createCluster } = require('redis');
+const { createCluster } = require('@redis/client');
 const run = require('./work.js');
 
 const [host, port, password, prefix] = process.argv.slice(2);

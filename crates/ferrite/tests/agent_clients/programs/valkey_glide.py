@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 from glide import (
+    AdvancedGlideClusterClientConfiguration,
     GlideClusterClient,
     GlideClusterClientConfiguration,
     NodeAddress,
@@ -53,8 +54,10 @@ async def main():
     configuration = GlideClusterClientConfiguration(
         [NodeAddress(HOST, int(PORT))],
         credentials=ServerCredentials(PASSWORD),
-        # The default is 250 ms, which a cut of the TCP path exceeds.
+        # The defaults are 250 ms and 2 s. A cut of the TCP path exceeds the first one, and the start
+        # of many programs at a time the second one.
         request_timeout=10_000,
+        advanced_config=AdvancedGlideClusterClientConfiguration(connection_timeout=10_000),
     )
     cluster = await GlideClusterClient.create(configuration)
     stop = asyncio.Event()
