@@ -2,9 +2,11 @@
 
 mod control;
 mod host_setup;
+mod rehome;
 mod report;
 mod rules;
 mod setup;
+mod sockets;
 mod transparent;
 
 use std::net::SocketAddr;
@@ -14,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::Args;
+use clap::{Args, Subcommand};
 use ferrite_config::Values;
 use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
@@ -52,19 +54,36 @@ use crate::{log, output};
 /// where nobody else can have these addresses. Without TLS, the agent accepts addresses other than
 /// loopback only with --allow-unauthenticated-peers yes. RDMA is never encrypted.
 #[derive(Args)]
-#[command(after_help = HELP)]
+#[command(after_help = HELP, args_conflicts_with_subcommands = true)]
 pub(crate) struct Options {
+    #[command(subcommand)]
+    action: Option<Action>,
     /// Configuration file (ferrite.toml); flags override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Print a line of JSON when the agent listens and when it ends
     #[arg(long)]
-    pub(crate) json: bool,
+    json: bool,
     /// Print the commands that prepare a host for --mode transparent, and exit
     #[arg(long)]
     print_setup: bool,
     #[command(flatten)]
     flags: Flags<AgentProgram>,
+}
+
+#[derive(Subcommand)]
+enum Action {
+    Rehome(rehome::Options),
+}
+
+impl Options {
+    /// Returns whether to print failures as JSON.
+    pub(crate) fn json(&self) -> bool {
+        match &self.action {
+            Some(Action::Rehome(options)) => options.json,
+            None => self.json,
+        }
+    }
 }
 
 const HELP: &str = "\
@@ -103,6 +122,9 @@ const KEEPALIVE: Duration = Duration::from_secs(1);
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
+    if let Some(Action::Rehome(options)) = &options.action {
+        return rehome::run(options);
+    }
     if options.print_setup {
         output::write_line(host_setup::commands().trim_end());
         return Ok(ExitCode::SUCCESS);

@@ -23,6 +23,7 @@ mod bench;
 mod choice;
 mod config;
 mod devices;
+mod engine_client;
 mod engine_probe;
 mod exit;
 mod gateway;
@@ -85,7 +86,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => (bench::run(&options), options.json()),
         Command::Gateway(options) => (gateway::run(&options), options.json),
         Command::Relay(options) => (relay::run(&options).map(done), options.json),
-        Command::Agent(options) => (agent::run(&options), options.json),
+        Command::Agent(options) => (agent::run(&options), options.json()),
         Command::Server(options) => (server::run(&options), options.json),
         Command::Top(options) => (top::run(&options).map(done), options.json),
         Command::Config(options) => (config::run(&options), options.json()),

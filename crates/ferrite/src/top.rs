@@ -22,6 +22,7 @@ use anyhow::Context as _;
 use clap::Args;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 
+use crate::engine_client::{DEFAULT_PORT, EngineAt, EngineClient, Login, NO_TLS};
 use crate::{address, seconds};
 
 mod admin;
@@ -39,11 +40,10 @@ mod tests;
 
 use admin::Admin;
 use app::{Action, App};
-use engine::{Address, Engine, NO_TLS};
+use engine::Engine;
 use snapshot::Snapshot;
 use source::Source;
 
-const DEFAULT_PORT: u16 = 6379;
 /// How long to wait for a key before looking for a new state.
 const KEY_WAIT: Duration = Duration::from_millis(50);
 /// The size of a picture, in columns and rows.
@@ -71,13 +71,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "URL", value_parser = Admin::parse,
           conflicts_with_all = ["engine", "unix", "user", "auth"])]
     admin: Option<Admin>,
-    /// Password for AUTH; safer in the environment variable REDISCLI_AUTH, which other users cannot
-    /// see
-    #[arg(long, value_name = "PASSWORD")]
-    auth: Option<String>,
-    /// User for AUTH [default: default]
-    #[arg(long, value_name = "NAME")]
-    user: Option<String>,
+    #[command(flatten)]
+    login: Login,
     /// Time between two updates, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1),
           default_value = "1")]
@@ -121,14 +116,11 @@ impl Options {
             return Box::new(admin.clone());
         }
         let address = match (&self.unix, self.engine) {
-            (Some(path), _) => Address::Unix(path.clone()),
-            (None, Some(address)) => Address::Tcp(address),
-            (None, None) => Address::Tcp(([127, 0, 0, 1], DEFAULT_PORT).into()),
+            (Some(path), _) => EngineAt::Unix(path.clone()),
+            (None, Some(address)) => EngineAt::Tcp(address),
+            (None, None) => EngineAt::Tcp(([127, 0, 0, 1], DEFAULT_PORT).into()),
         };
-        // As in redis-cli, an empty variable counts as unset.
-        let variable = std::env::var("REDISCLI_AUTH").ok().filter(|password| !password.is_empty());
-        let password = self.auth.clone().or(variable);
-        Box::new(Engine::new(address, credentials(self.user.clone(), password)))
+        Box::new(Engine::new(EngineClient::new(address, self.login.credentials())))
     }
 }
 
@@ -142,23 +134,13 @@ fn parse_engine(text: &str) -> Result<SocketAddr, String> {
         Some(("redis", _)) => Err("expected redis://ADDRESS:PORT; the user is --user, the \
                                    password REDISCLI_AUTH"
             .into()),
-        Some(("rediss", _)) => Err(NO_TLS.into()),
+        Some(("rediss", _)) => Err(format!("{NO_TLS}, or the module's admin port (--admin)")),
         Some((scheme, _)) => Err(format!("{scheme} is not supported; expected redis")),
     }
 }
 
-/// Returns the arguments of AUTH; none if neither a user nor a password is given. A user without a
-/// password is tried with an empty password. The user may need none (`nopass`); otherwise the
-/// engine reports an error.
-fn credentials(user: Option<String>, password: Option<String>) -> Vec<String> {
-    match (user, password) {
-        (Some(user), password) => vec![user, password.unwrap_or_default()],
-        (None, password) => password.into_iter().collect(),
-    }
-}
-
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    anyhow::ensure!(!options.tls, "{NO_TLS}");
+    anyhow::ensure!(!options.tls, "{NO_TLS}, or the module's admin port (--admin)");
     let source = options.source();
     let app = App::new(source.address());
     if options.once || options.json || options.svg.is_some() || !has_screen() {

@@ -168,7 +168,7 @@ fn says_that_it_has_no_tls() {
     };
     for arguments in [&["rediss://127.0.0.1"][..], &["127.0.0.1", "--tls"]] {
         let text = run(arguments);
-        assert!(text.contains("ferrite top has no TLS; use the engine's Unix socket"), "{text}");
+        assert!(text.contains("this command has no TLS; use the engine's Unix socket"), "{text}");
     }
     // A TLS port answers a command without TLS with an alert.
     let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
@@ -180,7 +180,7 @@ fn says_that_it_has_no_tls() {
         let _ = client.read_to_end(&mut Vec::new());
     });
     let text = run(&[&address]);
-    assert!(text.contains("the engine's port expects TLS; ferrite top has no TLS"), "{text}");
+    assert!(text.contains("the engine's port expects TLS; this command has no TLS"), "{text}");
 }
 
 /// Serves [`METRICS`], and an error for other paths. Returns the address.

@@ -8,8 +8,9 @@ use std::time::Instant;
 use anyhow::{Context as _, bail, ensure};
 
 use super::snapshot::{LatencyRow, Snapshot};
-use super::source::{Answer, Source, TIMEOUT};
+use super::source::Source;
 use crate::address;
+use crate::engine_client::{Answer, TIMEOUT};
 
 const DEFAULT_PORT: u16 = 9121;
 

@@ -1,17 +1,14 @@
 //! The module of an engine, over FERRITE and INFO commands on the engine's own port or Unix socket.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Context as _, bail};
-use ferrite_proto::resp::{Limits, ReplyFramer, Value, encode_command};
+use anyhow::bail;
+use ferrite_proto::resp::Value;
 
 use super::snapshot::{LatencyRow, Session, Snapshot};
-use super::source::{Answer, Source, TIMEOUT};
+use super::source::Source;
+use crate::engine_client::{self, EngineClient, text_of};
 
 /// Counters of FERRITE STATS, and their names in `Snapshot::totals`.
 const TOTALS: [(&str, &str); 24] = [
@@ -56,79 +53,47 @@ const DEVICES: [&str; 5] = [
     "rdma_devices_without_windows",
 ];
 const FALLBACKS: &str = "rdma_fallbacks_";
-/// The first byte that a TLS server sends if the client does not use TLS.
-const TLS_ALERT: u8 = 0x15;
-pub(super) const NO_TLS: &str = "ferrite top has no TLS; use the engine's Unix socket (--unix), a \
-    port without TLS, or the module's admin port (--admin)";
-
-/// Where the engine is.
-#[derive(Debug, Clone)]
-pub(super) enum Address {
-    Tcp(SocketAddr),
-    Unix(PathBuf),
-}
-
 /// An engine with the module.
-pub(super) struct Engine {
-    address: Address,
-    /// The arguments of AUTH; empty if neither a user nor a password is given.
-    credentials: Vec<String>,
-    connection: Option<Connection>,
-}
+pub(super) struct Engine(EngineClient);
 
 impl Engine {
-    pub(super) fn new(address: Address, credentials: Vec<String>) -> Self {
-        Self { address, credentials, connection: None }
+    pub(super) fn new(client: EngineClient) -> Self {
+        Self(client)
     }
 
-    /// Runs a command on the open connection, or on a new one. If the connection fails, the next
-    /// command connects again. An error reply keeps the connection.
     fn request<T>(
         &mut self,
         words: &[&str],
-        read: impl FnOnce(&Value<'_>) -> anyhow::Result<T>,
+        read: impl FnOnce(&Value<'_>) -> T,
     ) -> anyhow::Result<T> {
-        let mut connection = match self.connection.take() {
-            Some(connection) => connection,
-            None => Connection::open(&self.address, &self.credentials)
-                .with_context(|| format!("cannot connect to {}", self.address()))?,
-        };
-        let reply = connection.request(words)?;
-        self.connection = Some(connection);
+        let reply = self.0.request(words)?;
         match Value::parse(&reply)? {
             Value::Error(text) => bail!("{}: {}", words.join(" "), explained(text)),
-            value => read(&value),
+            value => Ok(read(&value)),
         }
     }
 
     fn text(&mut self, words: &[&str]) -> anyhow::Result<String> {
-        self.request(words, |value| Ok(text_of(value)))
+        self.request(words, text_of)
     }
 }
 
 /// Returns an explanation of an error reply, or the reply itself.
 fn explained(text: &[u8]) -> String {
-    let text = String::from_utf8_lossy(text).into_owned();
-    if text.contains("unknown command") {
-        "the engine has no Ferrite module; for a gateway or a relay use --admin".into()
-    } else if text.starts_with("NOAUTH") {
-        "the engine requires a password: set REDISCLI_AUTH, and --user unless the user is default"
-            .into()
-    } else {
-        text
+    let text = engine_client::explained(text);
+    match text.contains("unknown command") {
+        true => "the engine has no Ferrite module; for a gateway or a relay use --admin".into(),
+        false => text,
     }
 }
 
 impl Source for Engine {
     fn address(&self) -> String {
-        match &self.address {
-            Address::Tcp(address) => address.to_string(),
-            Address::Unix(path) => path.display().to_string(),
-        }
+        self.0.address().to_string()
     }
 
     fn poll(&mut self) -> anyhow::Result<Snapshot> {
-        let stats = self.request(&["FERRITE", "STATS"], |value| Ok(fields(value)))?;
+        let stats = self.request(&["FERRITE", "STATS"], fields)?;
         let clients = self.text(&["FERRITE", "CLIENTS"])?;
         let server = self.text(&["INFO", "server"])?;
         // Redis since 7.0 and Valkey have this section. It is empty with `latency-tracking no`.
@@ -138,82 +103,6 @@ impl Source for Engine {
 
     fn kill(&mut self, id: u64) -> anyhow::Result<()> {
         self.text(&["FERRITE", "KILL", &id.to_string()]).map(drop)
-    }
-}
-
-/// A connection to the engine.
-struct Connection {
-    stream: Box<dyn Stream>,
-    framer: ReplyFramer,
-}
-
-trait Stream: Read + Write + Send {}
-impl<S: Read + Write + Send> Stream for S {}
-
-impl Connection {
-    fn open(address: &Address, credentials: &[String]) -> anyhow::Result<Self> {
-        let stream: Box<dyn Stream> = match address {
-            Address::Tcp(address) => {
-                let stream = TcpStream::connect_timeout(address, TIMEOUT)?;
-                stream.set_read_timeout(Some(TIMEOUT))?;
-                stream.set_write_timeout(Some(TIMEOUT))?;
-                Box::new(stream)
-            }
-            Address::Unix(path) => {
-                let stream = UnixStream::connect(path)?;
-                stream.set_read_timeout(Some(TIMEOUT))?;
-                stream.set_write_timeout(Some(TIMEOUT))?;
-                Box::new(stream)
-            }
-        };
-        let mut connection = Self { stream, framer: ReplyFramer::new(Limits::default()) };
-        if !credentials.is_empty() {
-            let words: Vec<_> =
-                ["AUTH"].into_iter().chain(credentials.iter().map(String::as_str)).collect();
-            if let Value::Error(text) = Value::parse(&connection.request(&words)?)? {
-                bail!("AUTH: {}", String::from_utf8_lossy(text));
-            }
-        }
-        Ok(connection)
-    }
-
-    /// Sends a command. Returns its reply.
-    fn request(&mut self, words: &[&str]) -> anyhow::Result<Vec<u8>> {
-        let mut out = Vec::new();
-        encode_command(words, &mut out);
-        self.stream.write_all(&out).context("cannot write to the engine")?;
-        let (mut reply, mut input) = (Answer::new(), vec![0; 16 << 10]);
-        loop {
-            let count = self.stream.read(&mut input).context("no reply from the engine")?;
-            // A TLS port answers with an alert, or closes the connection.
-            let is_first = reply.bytes.is_empty();
-            if is_first && input[..count].first() == Some(&TLS_ALERT) {
-                bail!("the engine's port expects TLS; {NO_TLS}");
-            }
-            if count == 0 && is_first {
-                bail!(
-                    "the engine closed the connection, perhaps because its port expects TLS; \
-                     {NO_TLS}"
-                );
-            }
-            if count == 0 {
-                bail!("the engine closed the connection");
-            }
-            let progress = self.framer.feed(&input[..count])?;
-            reply.add(&input[..progress.consumed])?;
-            if progress.complete {
-                return Ok(reply.bytes);
-            }
-        }
-    }
-}
-
-fn text_of(value: &Value<'_>) -> String {
-    match value {
-        Value::Bulk(text) | Value::Simple(text) => String::from_utf8_lossy(text).into_owned(),
-        Value::Verbatim { text, .. } => String::from_utf8_lossy(text).into_owned(),
-        Value::Integer(number) => number.to_string(),
-        _ => String::new(),
     }
 }
 
