@@ -143,6 +143,13 @@ fn raise_descriptor_limit() {
     }
 }
 
+/// Returns how many more descriptors this process may open.
+fn free_descriptors() -> Option<usize> {
+    let limit = usize::try_from(getrlimit(Resource::Nofile).current?).ok()?;
+    let open = std::fs::read_dir("/proc/self/fd").ok()?.count();
+    Some(limit.saturating_sub(open))
+}
+
 /// If links must use RDMA, checks that the devices can be opened as the agent will open them.
 ///
 /// # Errors
@@ -203,6 +210,9 @@ async fn serve_in_runtime<C: Control>(
         Arc::new(AgentAdmin { fabric, agent, engine: setup.engine.clone() })
     })?;
     let mut control = begin()?;
+    if let Some(free) = free_descriptors() {
+        handle.limit_descriptors(free);
+    }
     report::listening(&setup, &listeners, admin.as_ref().map(AdminServer::address));
     report::warn_of_clear_text(values, config, rdma);
     let (stop, stop_requested) = oneshot::channel::<()>();

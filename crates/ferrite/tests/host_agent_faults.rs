@@ -9,12 +9,13 @@ mod metrics {
     pub(crate) mod harness;
 }
 
-use std::io::{ErrorKind, Read as _};
-use std::net::TcpStream;
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 
-use agent::harness::{Group, PASSWORD, sum};
+use agent::harness::{Group, NETWORK_ADMIN, PASSWORD, strings, sum};
 use agent::wire;
 use ferrite_testkit::netns::Hosts;
+use ferrite_testkit::{TIMEOUT, until};
 
 const AUTH: [&str; 4] = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
 /// All hosts of the network are peers.
@@ -68,4 +69,49 @@ fn direct_connections_that_come_back_are_refused() {
     assert!(descriptors(&group, 1) <= before + 5, "{before} {}", descriptors(&group, 1));
     wire::nft(&group.hosts, 1, "delete table ip marks");
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+}
+
+/// Accepts connections to a port of a host, and keeps them open until the test ends.
+fn accept_all(hosts: &Hosts, host: usize, port: u16) {
+    let listener = hosts.within(host, || TcpListener::bind(("0.0.0.0", port)).expect("listen"));
+    std::thread::spawn(move || {
+        let mut open = Vec::new();
+        for socket in listener.incoming().map_while(Result::ok) {
+            let _ = (&socket).write_all(b"+PONG\r\n"); // the agent may have reset it
+            open.push(socket);
+        }
+    });
+}
+
+/// Returns whether [`accept_all`] has accepted a connection, which is not reset.
+fn is_carried(socket: &mut TcpStream) -> bool {
+    socket.read_exact(&mut [0; 7]).is_ok()
+}
+
+#[test]
+fn direct_connections_leave_descriptors_for_links_bus_and_admin_port() {
+    let Some(hosts) = hosts(3) else { return };
+    let limited = [&["prlimit", "--nofile=300:300"], NETWORK_ADMIN].concat();
+    let group = Group::start_transparent_as(hosts, 2, NETWORK, None, strings(&limited));
+    for (host, port) in [(3, 7001), (3, 17001), (2, 7001), (2, 17001)] {
+        accept_all(&group.hosts, host, port);
+    }
+    let mut open: Vec<_> = (0..300).map(|_| group.connect(1, 3, 7001)).collect();
+    let carried = open.iter_mut().filter_map(|socket| is_carried(socket).then_some(())).count();
+    assert!((30..150).contains(&carried), "{carried} connections");
+    assert_eq!(refused(&group, 1, "descriptors"), (300 - carried) as f64);
+    assert_eq!(group.get(1, "/ready").0, 200);
+    for (host, port) in [(2, 17001), (3, 17001), (2, 7001)] {
+        assert!(is_carried(&mut group.connect(1, host, port)), "{host}:{port}");
+    }
+    // Connections over links do not use up the descriptors of the bus, either.
+    let mut streams: Vec<_> = (0..300).map(|_| group.connect(1, 2, 7001)).collect();
+    let carried = streams.iter_mut().filter_map(|socket| is_carried(socket).then_some(())).count();
+    assert!((30..200).contains(&carried), "{carried} connections");
+    assert_eq!(group.get(1, "/ready").0, 200);
+    for host in [2, 3] {
+        assert!(is_carried(&mut group.connect(1, host, 17001)), "the bus of host {host}");
+    }
+    drop((open, streams));
+    until(TIMEOUT, "descriptors", || is_carried(&mut group.connect(1, 3, 7001)));
 }

@@ -19,10 +19,12 @@ pub(super) enum Refused {
     Engine,
     /// The engine did not answer in time, or its answer is not understood.
     Unreachable,
+    /// The agent has too few descriptors.
+    Descriptors,
 }
 
 impl Refused {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Forbidden(Forbidden::Source),
         Self::Forbidden(Forbidden::Destination),
         Self::Forbidden(Forbidden::Port),
@@ -30,6 +32,7 @@ impl Refused {
         Self::ProtectedMode,
         Self::Engine,
         Self::Unreachable,
+        Self::Descriptors,
     ];
 
     /// Returns the cause as one word, for metrics.
@@ -42,6 +45,7 @@ impl Refused {
             Self::ProtectedMode => "protected_mode",
             Self::Engine => "engine_refused",
             Self::Unreachable => "engine_unreachable",
+            Self::Descriptors => "descriptors",
         }
     }
 }
@@ -81,6 +85,8 @@ pub(super) struct Counters {
     pub(super) without_link: AtomicU64,
     /// Local connections that were reset because of a limit of the link.
     pub(super) beyond_limits: AtomicU64,
+    /// Local connections that were reset because the agent has too few descriptors.
+    pub(super) no_descriptors: AtomicU64,
     /// Connections to the agent's own listener that were reset: those that no rule has redirected,
     /// and the agent's own direct connections.
     pub(super) looped: AtomicU64,
@@ -167,6 +173,8 @@ pub struct AgentStats {
     pub without_link: u64,
     /// Local connections that were reset because the link had too many streams.
     pub beyond_limits: u64,
+    /// Local connections that were reset because the agent has too few descriptors.
+    pub no_descriptors: u64,
     /// Local connections that were reset because they were opened to the agent's own listener, not
     /// redirected to it, or were this agent's own direct connections. Carried on, they would have
     /// come back to this agent.
@@ -222,6 +230,7 @@ impl Counters {
             refused: refused.map(|(cause, count)| (cause.label(), of(count))).collect(),
             without_link: of(&self.without_link),
             beyond_limits: of(&self.beyond_limits),
+            no_descriptors: of(&self.no_descriptors),
             looped: of(&self.looped),
             direct: of(&self.direct),
             ports_changed: of(&self.ports_changed),
@@ -268,7 +277,7 @@ mod tests {
         }
         let stats = counters.stats();
         let counts: Vec<_> = stats.refused.iter().map(|(_, count)| *count).collect();
-        assert_eq!(counts, [1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(counts, [1, 2, 3, 4, 5, 6, 7, 8]);
         let labels: std::collections::BTreeSet<_> =
             stats.refused.iter().map(|(label, _)| *label).collect();
         assert_eq!(labels.len(), Refused::ALL.len());
