@@ -25,6 +25,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::oneshot;
 
 pub(crate) use control::{Control, Request};
+pub(crate) use rules::RedirectionState;
 pub(crate) use setup::Setup;
 
 use control::SignalControl;
@@ -205,9 +206,10 @@ async fn serve_in_runtime<C: Control>(
     let listeners = listeners.collect::<anyhow::Result<Vec<Listener>>>()?;
     let handle = agent.handle();
     let mut redirecting = transparent::redirect(&agent, &mut programs, config).await?;
+    let redirection = Arc::new(RedirectionState::default());
     let admin = admin::start(values, || {
-        let (fabric, agent) = (fabric.clone(), handle.clone());
-        Arc::new(AgentAdmin { fabric, agent, engine: setup.engine.clone() })
+        let (fabric, agent, engine) = (fabric.clone(), handle.clone(), setup.engine.clone());
+        Arc::new(AgentAdmin { fabric, agent, engine, redirection: Arc::clone(&redirection) })
     })?;
     let mut control = begin()?;
     if let Some(free) = free_descriptors() {
@@ -231,7 +233,7 @@ async fn serve_in_runtime<C: Control>(
                     Request::Drain => break,
                     Request::End => return,
                 },
-                never = transparent::keep(&mut redirecting) => match never {},
+                never = transparent::keep(&mut redirecting, &redirection) => match never {},
             }
         }
         tracing::info!("accepting nothing new; a second signal resets connections");

@@ -9,13 +9,16 @@ mod metrics {
     pub(crate) mod harness;
 }
 
+use std::fs;
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt as _;
 
 use agent::harness::{Group, NETWORK_ADMIN, PASSWORD, strings, sum};
 use agent::wire;
 use ferrite_testkit::netns::Hosts;
-use ferrite_testkit::{TIMEOUT, until};
+use ferrite_testkit::process::signal;
+use ferrite_testkit::{TIMEOUT, TempDir, until};
 
 const AUTH: [&str; 4] = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
 /// All hosts of the network are peers.
@@ -114,4 +117,42 @@ fn direct_connections_leave_descriptors_for_links_bus_and_admin_port() {
     }
     drop((open, streams));
     until(TIMEOUT, "descriptors", || is_carried(&mut group.connect(1, 3, 7001)));
+}
+
+/// Returns the process that owns the rules of an agent.
+fn owner_of_rules(group: &Group, host: usize) -> Option<u32> {
+    let agent = group.agent(host).process.0.id();
+    let path = format!("/proc/{agent}/task/{agent}/children");
+    let children = fs::read_to_string(path).expect("children");
+    let mut children = children.split_whitespace().map(|pid| pid.parse().expect("a number"));
+    let name = |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm"));
+    children.find(|pid| name(*pid).is_ok_and(|name| name.trim() == "nft"))
+}
+
+#[test]
+fn agent_is_not_ready_while_the_rules_cannot_be_set() {
+    let Some(hosts) = hosts(1) else { return };
+    let programs = TempDir::new("programs");
+    let broken = programs.join("broken");
+    let text = format!(
+        "#!/bin/sh\nif [ -e {} ]; then echo 'this nft is broken' >&2; exit 1; fi\n\
+         PATH=$PATH:/usr/sbin:/sbin; PATH=${{PATH#*:}}; exec nft \"$@\"\n",
+        broken.display()
+    );
+    let nft = programs.file("nft", text);
+    fs::set_permissions(nft, fs::Permissions::from_mode(0o755)).expect("permissions");
+    let path = format!("PATH={}:/usr/sbin:/usr/bin:/sbin:/bin", programs.path().display());
+    let user = [NETWORK_ADMIN, &["env", &path]].concat();
+    let group = Group::start_transparent_as(hosts, 1, NETWORK, None, strings(&user));
+    assert_eq!(group.get(1, "/ready").0, 200);
+    fs::write(&broken, "").expect("written");
+    signal("KILL", owner_of_rules(&group, 1).expect("nft"));
+    until(TIMEOUT, "an agent that is not ready", || {
+        let (status, body) = group.get(1, "/ready");
+        assert!(status == 200 || body.contains("not redirected"), "{status} {body}");
+        status == 503 && body.contains("this nft is broken")
+    });
+    fs::remove_file(&broken).expect("removed");
+    until(TIMEOUT, "an agent that is ready", || group.get(1, "/ready").0 == 200);
+    assert!(wire::nft(&group.hosts, 1, "list ruleset").contains("redirect to"));
 }

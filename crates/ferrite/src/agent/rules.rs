@@ -9,7 +9,7 @@
 //! table of its own.
 
 use std::process::Stdio;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -45,6 +45,28 @@ pub(super) struct Redirection {
 pub(super) struct Rules {
     redirection: Redirection,
     owner: Owner,
+}
+
+/// Whether connections are redirected.
+#[derive(Debug, Default)]
+pub(crate) struct RedirectionState {
+    /// Why not.
+    failure: Mutex<Option<String>>,
+}
+
+impl RedirectionState {
+    /// Checks that connections are redirected, if they should be.
+    ///
+    /// # Errors
+    /// Returns why they are not.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.clone().map_or(Ok(()), |why| Err(format!("connections are not redirected: {why}")))
+    }
+
+    fn set(&self, failure: Option<String>) {
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = failure;
+    }
 }
 
 /// The process that owns the rules: `nft -i`.
@@ -117,10 +139,11 @@ impl Rules {
     }
 
     /// Sets the rules again whenever they are lost, for ever.
-    pub(super) async fn keep(&mut self) -> std::convert::Infallible {
+    pub(super) async fn keep(&mut self, state: &RedirectionState) -> std::convert::Infallible {
         loop {
             let ended = self.owner.child.wait().await;
             let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
+            state.set(Some(format!("nft has ended ({status})")));
             tracing::error!(
                 "nft has ended ({status}): new connections are not redirected and use TCP directly"
             );
@@ -128,9 +151,13 @@ impl Rules {
                 sleep(PAUSE).await;
                 match Owner::start(&self.redirection).await {
                     Ok(owner) => break self.owner = owner,
-                    Err(error) => tracing::error!("cannot set the redirecting rules: {error:#}"),
+                    Err(error) => {
+                        tracing::error!("cannot set the redirecting rules: {error:#}");
+                        state.set(Some(format!("cannot set the rules: {error:#}")));
+                    }
                 }
             }
+            state.set(None);
             tracing::info!("connections are redirected again");
         }
     }
@@ -196,7 +223,12 @@ impl Owner {
                     line = output.next_line() => match line? {
                         Some(line) if line == "}" => return Ok(lines),
                         Some(line) => lines.push(line),
-                        None => bail!("nft has ended"),
+                        None => {
+                            // What nft has written last names the cause.
+                            let mut rest = Vec::new();
+                            errors.read_to_end(&mut rest).await?;
+                            bail!("nft has ended: {}", one_line(&rest));
+                        }
                     },
                     count = errors.read(&mut error) => match count? {
                         0 => bail!("nft has ended"),

@@ -12,7 +12,7 @@ use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, LocalListeners, Tran
 use tokio::time::sleep;
 
 use super::host_setup;
-use super::rules::{Redirection, Rules};
+use super::rules::{Redirection, RedirectionState, Rules};
 use crate::settings::WrongSettings;
 
 /// How long the agent accepts connections after it has removed the rules. A connection that was
@@ -87,9 +87,9 @@ pub(super) async fn redirect(
 }
 
 /// Keeps the rules, if there are any, for ever.
-pub(super) async fn keep(rules: &mut Option<Rules>) -> Infallible {
+pub(super) async fn keep(rules: &mut Option<Rules>, state: &RedirectionState) -> Infallible {
     match rules {
-        Some(rules) => rules.keep().await,
+        Some(rules) => rules.keep(state).await,
         None => std::future::pending().await,
     }
 }
