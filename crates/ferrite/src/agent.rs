@@ -2,6 +2,7 @@
 
 mod control;
 mod host_setup;
+mod other_agents;
 mod report;
 mod rules;
 mod setup;

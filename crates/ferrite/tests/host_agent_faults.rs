@@ -13,12 +13,14 @@ use std::fs;
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt as _;
+use std::process::{Command, Output};
 
 use agent::harness::{Group, NETWORK_ADMIN, PASSWORD, strings, sum};
 use agent::wire;
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::process::signal;
 use ferrite_testkit::{TIMEOUT, TempDir, until};
+use metrics::harness::Running;
 
 const AUTH: [&str; 4] = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
 /// All hosts of the network are peers.
@@ -155,4 +157,50 @@ fn agent_is_not_ready_while_the_rules_cannot_be_set() {
     fs::remove_file(&broken).expect("removed");
     until(TIMEOUT, "an agent that is ready", || group.get(1, "/ready").0 == 200);
     assert!(wire::nft(&group.hosts, 1, "list ruleset").contains("redirect to"));
+}
+
+/// Runs an agent on host 1, which must fail to start.
+fn fails_to_start(hosts: &Hosts, words: &[&str]) -> String {
+    let Output { status, stderr, .. } = hosts.within(1, || {
+        let mut command = Command::new("timeout");
+        command.arg("20").args(NETWORK_ADMIN).arg(env!("CARGO_BIN_EXE_ferrite")).arg("agent");
+        command.args(words).output().expect("ferrite starts")
+    });
+    let error = String::from_utf8_lossy(&stderr).into_owned();
+    assert_eq!(status.code(), Some(1), "{words:?}: {error}");
+    error
+}
+
+#[test]
+fn second_agent_does_not_take_the_connections_of_the_first() {
+    let Some(hosts) = hosts(2) else { return };
+    let mut group = Group::start_transparent(hosts, 1, NETWORK);
+    let first = group.agent(1).process.0.id().to_string();
+    let words = |ports: &'static str, peers: &'static str| {
+        let listen = ["--mode", "transparent", "--listen", "10.77.0.1:7471", "--rdma", "forbid"];
+        let more = ["--allow-unauthenticated-peers", "yes", "--ports", ports, "--peer", peers];
+        [&listen[..], &more].concat()
+    };
+    for (ports, peers) in [("7002-7003", "10.77.0.2"), ("6379,26379", "10.0.0.0/8")] {
+        let error = fails_to_start(&group.hosts, &words(ports, peers));
+        assert!(error.contains(&format!("process {first}")), "{ports} {peers}: {error}");
+    }
+    let start = |group: &Group, words: &[&str]| {
+        group.hosts.within(1, || {
+            let agent = Running::command(&[&["agent"], words].concat());
+            let mut command = Command::new(NETWORK_ADMIN[0]);
+            command.args(&NETWORK_ADMIN[1..]).arg(agent.get_program()).args(agent.get_args());
+            Running::spawn(&mut command)
+        })
+    };
+    for (ports, peers) in [("7003-7009", "10.77.0.0/24"), ("7001", "10.78.0.0/16")] {
+        drop(start(&group, &words(ports, peers)));
+    }
+    // The rules of an agent that was killed stay for a moment.
+    signal("KILL", group.agents.remove(0).process.0.id());
+    let second = start(&group, &words("7001", "10.77.0.0/24"));
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+    group.agents.push(second);
+    assert!(direct(&group, 1) == 1.0);
 }

@@ -21,9 +21,12 @@ use tokio::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command};
 use tokio::time::{sleep, timeout};
 
 use super::host_setup::find_program;
+use super::other_agents;
 
+/// The beginning of the names of all agents' tables.
+pub(super) const TABLES: &str = "ferrite_";
 /// How long nft may take for its answer.
-const TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
 /// Passes its input on, and ends 50 ms after its input. When the agent is killed, the kernel resets
 /// the redirected connections. It translates the addresses of these resets only while the rules
 /// exist. Without a pause, a program would ignore a late reset and wait for ever.
@@ -82,11 +85,11 @@ struct Owner {
 impl Redirection {
     /// Returns the name of the table: one for each process. Containers that share the network of
     /// the host often have the same process id, but never the same namespace of process ids.
-    fn table() -> &'static str {
+    pub(super) fn table() -> &'static str {
         static NAME: LazyLock<String> = LazyLock::new(|| {
             let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
             let number = namespace.to_string_lossy().replace(|c: char| !c.is_ascii_digit(), "");
-            format!("ferrite_{}_{number}", std::process::id())
+            format!("{TABLES}{}_{number}", std::process::id())
         });
         &NAME
     }
@@ -133,7 +136,11 @@ impl Redirection {
 
 impl Rules {
     /// Sets the rules.
+    ///
+    /// # Errors
+    /// Fails if nft cannot set them, or another agent already redirects the same connections.
     pub(super) async fn set(redirection: Redirection) -> anyhow::Result<Self> {
+        other_agents::check(&redirection).await?;
         let owner = Owner::start(&redirection).await?;
         Ok(Self { redirection, owner })
     }
