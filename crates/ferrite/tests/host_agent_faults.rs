@@ -19,6 +19,7 @@ use agent::harness::{Group, NETWORK_ADMIN, PASSWORD, strings, sum};
 use agent::wire;
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::process::signal;
+use ferrite_testkit::resp::Client;
 use ferrite_testkit::{TIMEOUT, TempDir, until};
 use metrics::harness::Running;
 
@@ -203,4 +204,22 @@ fn second_agent_does_not_take_the_connections_of_the_first() {
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
     group.agents.push(second);
     assert!(direct(&group, 1) == 1.0);
+}
+
+/// An address that moves between hosts is in the list of peers, and this host has it now.
+#[test]
+fn other_addresses_of_this_host_may_be_in_the_list_of_peers() {
+    let Some(hosts) = hosts(2) else { return };
+    let add = ["addr", "add", "10.77.0.100/32", "dev", "eth0"];
+    let added = hosts.within(1, || Command::new("ip").args(add).status());
+    assert!(added.expect("ip").success());
+    let options = [&["--peer", "10.77.0.100"], NETWORK].concat();
+    let group = Group::start_transparent(hosts, 1, &options);
+    assert_eq!(group.get(1, "/ready").0, 200, "no link to this host is needed");
+    let _engines = [1, 2].map(|host| group.start_engine(host, 7001, &AUTH));
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+    assert!(direct(&group, 1) == 1.0);
+    let mut own = group.hosts.within(1, || Client::to_tcp(("10.77.0.100", 7001)));
+    own.ok(&["AUTH", PASSWORD]);
+    assert!(direct(&group, 1) == 1.0, "not redirected");
 }

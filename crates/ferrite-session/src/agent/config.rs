@@ -50,6 +50,17 @@ pub struct Transparent {
     pub redirected: PortSet,
     /// The port at which the agents of these hosts listen.
     pub port: u16,
+    /// The addresses of this host (default: none but [`AgentConfig::alias`]). The networks may have
+    /// them, but connections to them are not redirected.
+    pub local: Vec<Network>,
+}
+
+impl Transparent {
+    /// Returns the settings of a host with a single address.
+    #[must_use]
+    pub fn new(networks: Vec<Network>, redirected: PortSet, port: u16) -> Self {
+        Self { networks, redirected, port, local: Vec::new() }
+    }
 }
 
 /// A host of the group.
@@ -147,8 +158,7 @@ mod tests {
     #[test]
     fn links_must_not_be_redirected() {
         let mut config = AgentConfig::new([10, 0, 0, 1].into());
-        config.transparent =
-            Some(Transparent { networks: Vec::new(), redirected: PortSet::default(), port: 7470 });
+        config.transparent = Some(Transparent::new(Vec::new(), PortSet::default(), 7470));
         assert!(config.check().expect_err("no ports").contains("ports: none"));
         config.ports = PortSet::parse(["7000-7500"]).expect("ports");
         assert!(config.check().expect_err("links").contains("7470 is the port of the agents"));

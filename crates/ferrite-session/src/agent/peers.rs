@@ -56,8 +56,9 @@ impl Peers {
 
     /// Returns an address that a host of the group may have, in transparent mode.
     pub(super) fn any_address(&self) -> Option<Ipv4Addr> {
-        let Transparent { networks, .. } = self.transparent.as_ref()?;
-        let not_own = |ip: &Ipv4Addr| *ip != self.own;
+        let Transparent { networks, local, .. } = self.transparent.as_ref()?;
+        let is_local = |ip: Ipv4Addr| local.iter().any(|local| local.contains(ip));
+        let not_own = |ip: &Ipv4Addr| *ip != self.own && !is_local(*ip);
         networks.iter().find_map(|network| network.hosts().find(not_own))
     }
 
@@ -146,8 +147,7 @@ mod tests {
     fn config(networks: &[&str]) -> AgentConfig {
         let mut config = AgentConfig::new([10, 0, 0, 1].into());
         let networks = networks.iter().filter_map(|text| network(text)).collect();
-        config.transparent =
-            Some(Transparent { networks, redirected: PortSet::default(), port: 7470 });
+        config.transparent = Some(Transparent::new(networks, PortSet::default(), 7470));
         let ip = Ipv4Addr::from([10, 9, 0, 1]);
         config.peers = vec![AgentPeer::new(ip, (ip, 7470).into())];
         config
