@@ -12,13 +12,13 @@ mod metrics {
 use std::fs;
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::process::{Command, Output};
 
 use agent::harness::{Group, NETWORK_ADMIN, PASSWORD, strings, sum};
 use agent::wire;
 use ferrite_testkit::netns::Hosts;
-use ferrite_testkit::process::signal;
+use ferrite_testkit::process::{is_alive, signal};
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::{TIMEOUT, TempDir, until};
 use metrics::harness::Running;
@@ -222,4 +222,20 @@ fn other_addresses_of_this_host_may_be_in_the_list_of_peers() {
     let mut own = group.hosts.within(1, || Client::to_tcp(("10.77.0.100", 7001)));
     own.ok(&["AUTH", PASSWORD]);
     assert!(direct(&group, 1) == 1.0, "not redirected");
+}
+
+#[test]
+fn agent_writes_nothing_into_its_home() {
+    let Some(hosts) = hosts(1) else { return };
+    let home = TempDir::new("home");
+    chown(home.path(), Some(65_534), Some(65_534)).expect("another owner");
+    let path = home.path().display().to_string();
+    let variable = format!("HOME={path}");
+    let user = [NETWORK_ADMIN, &["env", "-C", &path, &variable]].concat();
+    let mut group = Group::start_transparent_as(hosts, 1, NETWORK, None, strings(&user));
+    let nft = owner_of_rules(&group, 1).expect("nft");
+    drop(group.agents.remove(0));
+    until(TIMEOUT, "the end of nft", || !is_alive(nft));
+    let files: Vec<_> = fs::read_dir(home.path()).expect("a directory").flatten().collect();
+    assert!(files.is_empty(), "{files:?}");
 }

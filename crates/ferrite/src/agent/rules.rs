@@ -197,6 +197,8 @@ impl Owner {
         let commands: Stdio = commands.try_into().context("cannot pass a pipe on to nft")?;
         let mut child = Command::new(&nft)
             .arg("-i")
+            // At its end, nft writes the commands into `.nft.history` in this directory.
+            .env("HOME", "/dev/null")
             .process_group(0)
             .kill_on_drop(true)
             .stdin(commands)
