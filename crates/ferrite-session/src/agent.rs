@@ -59,7 +59,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use self::admission::Admission;
-pub use self::config::{AgentConfig, AgentPeer, Transparent};
+pub use self::config::{AgentConfig, AgentPeer, PeerAddress, Transparent};
 use self::descriptors::Descriptors;
 use self::engine_access::EngineAccessProbe;
 pub use self::identity::AgentTls;
@@ -207,6 +207,9 @@ impl Agent {
         }
         for peer in self.shared.peers.configured() {
             let shared = Arc::clone(&self.shared);
+            if peer.address().known().is_none() {
+                local.spawn(links::find_address(Arc::clone(&shared), Arc::clone(&peer)));
+            }
             tasks.spawn(async move {
                 let _ = links::link_to(&shared, &peer).await;
             });

@@ -132,7 +132,10 @@ pub(crate) fn serve<C: Control>(
     // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
     // threads.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(serve_in_runtime(setup, begin))
+    let served = runtime.block_on(serve_in_runtime(setup, begin));
+    // Does not wait for the thread that looks for the address of a peer, which may take long.
+    runtime.shutdown_background();
+    served
 }
 
 /// Raises the soft limit of open files to the hard limit: the agent has a socket for each peer and

@@ -239,3 +239,41 @@ fn agent_writes_nothing_into_its_home() {
     let files: Vec<_> = fs::read_dir(home.path()).expect("a directory").flatten().collect();
     assert!(files.is_empty(), "{files:?}");
 }
+
+/// The agent starts without the address of a peer, and looks for it again.
+#[test]
+fn name_of_a_peer_may_be_unknown_at_the_start() {
+    let Some(hosts) = hosts(2) else { return };
+    let names = TempDir::new("names");
+    let file = names.file("hosts", "127.0.0.1 localhost\n");
+    // No server of names answers in the namespace, which the agent notices at once.
+    let servers = names.file("resolv.conf", "nameserver 127.0.0.1\n");
+    let mount = format!(
+        "mount --bind {} /etc/hosts && mount --bind {} /etc/resolv.conf && exec \"$0\" \"$@\"",
+        file.display(),
+        servers.display()
+    );
+    let start = |host: usize, peer: &str| {
+        let (listen, alias) = (hosts.ip(host), format!("127.1.0.{host}"));
+        let words = ["agent", "--alias", &alias, "--listen", &listen, "--peer", peer];
+        let more = ["--ports", "7001", "--rdma", "forbid", "--allow-unauthenticated-peers", "yes"];
+        let agent = Running::command(&[&words[..], &more].concat());
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", &mount]).arg(agent.get_program()).args(agent.get_args());
+        hosts.within(host, || Running::spawn(&mut command))
+    };
+    let agents = [start(1, "127.1.0.2=host2.test"), start(2, "127.1.0.1=10.77.0.1")];
+    let ready = || hosts.within(1, || agents[0].get("/ready"));
+    until(TIMEOUT, "an unknown name", || {
+        let (status, body) = ready();
+        assert_eq!(status, 503, "{body}");
+        body.contains("127.1.0.2 (host2.test:7470)") && body.contains("cannot resolve host2.test")
+    });
+    fs::write(&file, "10.77.0.2 host2.test\n").expect("written");
+    // Links of the peer are accepted, too, now that its address is known.
+    until(TIMEOUT, "links", || {
+        ready().0 == 200 && hosts.within(2, || agents[1].get("/ready").0 == 200)
+    });
+    accept_all(&hosts, 2, 7001);
+    drop(agents);
+}

@@ -1,5 +1,6 @@
 //! The settings of an agent.
 
+use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
@@ -69,7 +70,7 @@ pub struct AgentPeer {
     /// The host's alias.
     pub alias: Ipv4Addr,
     /// The address of its agent.
-    pub address: SocketAddr,
+    pub address: PeerAddress,
     /// With TLS: the address or the name that the certificate of its agent must have.
     pub name: ServerName<'static>,
 }
@@ -78,7 +79,52 @@ impl AgentPeer {
     /// Returns a host whose certificate must have the address of its agent.
     #[must_use]
     pub fn new(alias: Ipv4Addr, address: SocketAddr) -> Self {
-        Self { alias, address, name: ServerName::from(address.ip().to_canonical()) }
+        let name = ServerName::from(address.ip().to_canonical());
+        Self { alias, address: address.into(), name }
+    }
+}
+
+/// The address of a peer's agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PeerAddress {
+    /// The address is known.
+    Known(SocketAddr),
+    /// A name whose address is not known yet, and the port. Before the agent opens a link, it looks
+    /// for the address.
+    Name(String, u16),
+}
+
+impl PeerAddress {
+    /// Returns the address if it is known.
+    #[must_use]
+    pub fn known(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Known(address) => Some(*address),
+            Self::Name(..) => None,
+        }
+    }
+
+    /// Returns the host without its port.
+    fn host(&self) -> String {
+        match self {
+            Self::Known(address) => address.ip().to_string(),
+            Self::Name(name, _) => name.clone(),
+        }
+    }
+}
+
+impl From<SocketAddr> for PeerAddress {
+    fn from(address: SocketAddr) -> Self {
+        Self::Known(address)
+    }
+}
+
+impl fmt::Display for PeerAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Known(address) => address.fmt(f),
+            Self::Name(name, port) => write!(f, "{name}:{port}"),
+        }
     }
 }
 
@@ -115,10 +161,10 @@ impl AgentConfig {
                     return Err(format!("peer {}: two peers have this alias", peer.alias));
                 }
                 // A peer that connects is recognised by its address.
-                if other.address.ip() == peer.address.ip() {
-                    let ip = peer.address.ip();
+                let host = peer.address.host();
+                if other.address.host() == host {
                     return Err(format!(
-                        "peers {} and {} are both at {ip}",
+                        "peers {} and {} are both at {host}",
                         other.alias, peer.alias
                     ));
                 }

@@ -126,9 +126,11 @@ pub(super) async fn carry(
             }
             false => {
                 // The engine on the peer's host sees the address of this host, not its alias.
-                let address = (peer.address.ip(), destination.port());
-                let connecting = async { Ok((TcpStream::connect(address).await?, ())) };
-                join_directly(&shared, socket, connecting).await;
+                let connecting = async {
+                    let ip = peer.ip().ok_or(io::ErrorKind::AddrNotAvailable)?;
+                    Ok((TcpStream::connect((ip, destination.port())).await?, ()))
+                };
+                join_directly(&shared, socket, destination, connecting).await;
             }
         }
     } else {

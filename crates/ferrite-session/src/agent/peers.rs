@@ -77,7 +77,7 @@ impl Peers {
     /// Returns the peer with this address. In transparent mode, makes a host of the networks a
     /// peer. Returns `None` for addresses that belong to no peer.
     pub(super) fn at(&self, ip: IpAddr) -> Option<Arc<Peer>> {
-        let find = |known: &[Arc<Peer>]| known.iter().find(|peer| peer.address.ip() == ip).cloned();
+        let find = |known: &[Arc<Peer>]| known.iter().find(|peer| peer.ip() == Some(ip)).cloned();
         if let Some(peer) = find(&self.known.read().unwrap_or_else(PoisonError::into_inner)) {
             return Some(peer);
         }
@@ -110,7 +110,7 @@ impl Peers {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         known.len() >= PEERS_MAX
             && self.host_of_networks(ip).is_some()
-            && !known.iter().any(|peer| peer.address.ip() == ip)
+            && !known.iter().any(|peer| peer.ip() == Some(ip))
     }
 
     /// Returns the address of another host of the networks, and the port of its agent.
@@ -157,7 +157,7 @@ mod tests {
     fn hosts_of_a_network_become_peers_once() {
         let peers = Peers::new(&config(&["10.0.0.0/24"]), None);
         let peer = peers.at([10, 0, 0, 2].into()).expect("a peer");
-        assert_eq!(peer.address.to_string(), "10.0.0.2:7470");
+        assert_eq!(peer.address().to_string(), "10.0.0.2:7470");
         assert!(Arc::ptr_eq(&peer, &peers.at([10, 0, 0, 2].into()).expect("a peer")));
         assert!(peers.at([10, 9, 0, 1].into()).is_some(), "one of the settings");
         assert!(peers.at([10, 0, 1, 2].into()).is_none(), "another network");
@@ -190,7 +190,7 @@ mod tests {
         assert!(!peers.has_no_room_for(ip(PEERS_MAX)));
         let all = peers.all();
         assert_eq!(all.len(), PEERS_MAX);
-        let has = |number: usize| all.iter().any(|peer| peer.address.ip() == ip(number));
+        let has = |number: usize| all.iter().any(|peer| peer.ip() == Some(ip(number)));
         assert_eq!([1, 2, 3].map(has), [true, false, true], "the first one had a link");
         assert_eq!(all[0].alias, Ipv4Addr::from([10, 9, 0, 1]), "one of the settings");
     }

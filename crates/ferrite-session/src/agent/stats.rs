@@ -1,6 +1,6 @@
 //! Counters of an agent, and the copies of them that a caller gets.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,6 +8,7 @@ use ferrite_fabric::Transport;
 use ferrite_proto::mux::Class;
 
 use super::admission::Forbidden;
+use super::config::PeerAddress;
 
 /// Why a peer's stream was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -196,7 +197,7 @@ pub struct AgentPeerStats {
     /// The alias of the host.
     pub alias: Ipv4Addr,
     /// The address of its agent.
-    pub address: SocketAddr,
+    pub address: PeerAddress,
     /// The transports of the links to the peer. Usually there is one link with TLS. Without TLS,
     /// there are two, of which each side has opened one.
     pub links: Vec<Transport>,
@@ -245,7 +246,7 @@ impl Counters {
 
 impl PeerCounters {
     /// Returns the counters. The caller adds the links and the error.
-    pub(super) fn stats(&self, alias: Ipv4Addr, address: SocketAddr) -> AgentPeerStats {
+    pub(super) fn stats(&self, alias: Ipv4Addr, address: PeerAddress) -> AgentPeerStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let each = |counters: &[AtomicU64; 3]| counters.each_ref().map(of);
         AgentPeerStats {
@@ -267,6 +268,8 @@ impl PeerCounters {
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
+
     use super::*;
 
     #[test]
@@ -299,7 +302,8 @@ mod tests {
         let meter = Meter::begin(&counters, Class::Bus);
         meter.add_to_peer(5);
         meter.add_from_peer(7);
-        let stats = || counters.stats([127, 1, 0, 2].into(), ([10, 0, 0, 2], 7470).into());
+        let address = SocketAddr::from(([10, 0, 0, 2], 7470));
+        let stats = || counters.stats([127, 1, 0, 2].into(), address.into());
         assert_eq!(stats().open, [1, 0, 0]);
         drop(meter);
         assert_eq!((stats().open, stats().bytes_to_peer, stats().bytes_from_peer), ([0; 3], 5, 7));
