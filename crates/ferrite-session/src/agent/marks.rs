@@ -4,8 +4,11 @@
 //! connects to an engine gets a mark. If the kernel refuses to mark the socket, connecting fails:
 //! a connection without a mark would be redirected to the agent again and again.
 
+use std::collections::HashSet;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use ferrite_proto::mux::Route;
 use socket2::SockRef;
@@ -18,20 +21,63 @@ pub const DELIVERY_MARK: u32 = 0xfe1;
 /// The mark of direct connections to other hosts.
 pub const DIRECT_MARK: u32 = 0xfe2;
 
-/// Connects to the host that a program asked for, from the program's address.
+/// The local addresses of this agent's direct connections.
+///
+/// A firewall of the host may remove the mark of such a connection. The kernel then redirects it to
+/// this agent, which must refuse it, or it would connect again and again. No other socket has the
+/// address meanwhile, because the agent binds it without sharing it.
+#[derive(Debug, Default)]
+pub(super) struct OwnAddresses(Mutex<HashSet<SocketAddr>>);
+
+/// An address in [`OwnAddresses`], until this is dropped.
+#[derive(Debug)]
+pub(super) struct OwnAddress<'a> {
+    all: &'a OwnAddresses,
+    address: SocketAddr,
+}
+
+impl OwnAddresses {
+    pub(super) fn contains(&self, address: SocketAddr) -> bool {
+        self.lock().contains(&address)
+    }
+
+    fn add(&self, address: SocketAddr) -> OwnAddress<'_> {
+        self.lock().insert(address);
+        OwnAddress { all: self, address }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashSet<SocketAddr>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for OwnAddress<'_> {
+    fn drop(&mut self) {
+        self.all.lock().remove(&self.address);
+    }
+}
+
+/// Connects to the host that a program asked for, from the program's address. The caller must keep
+/// the [`OwnAddress`] for longer than the connection.
 pub(super) async fn connect_directly(
+    own: &OwnAddresses,
     Route { destination, source }: Route,
-) -> io::Result<TcpStream> {
+) -> io::Result<(TcpStream, OwnAddress<'_>)> {
     let socket = direct_socket()?;
     // Takes any port: the program's own port is in use by its connection to the agent.
     socket.bind(SocketAddr::new(source.ip(), 0))?;
-    socket.connect(destination).await
+    // The agent may accept the connection as soon as it is opened, so its address is noted before.
+    let registered = own.add(socket.local_addr()?);
+    Ok((socket.connect(destination).await?, registered))
 }
 
 /// Returns a socket for a direct connection.
 pub(super) fn direct_socket() -> io::Result<TcpSocket> {
     let socket = TcpSocket::new_v4()?;
     SockRef::from(&socket).set_mark(DIRECT_MARK)?;
+    // If the agent stops waiting for the connection, it is reset, also for a listener that has not
+    // accepted it yet.
+    SockRef::from(&socket).set_linger(Some(Duration::ZERO))?;
     Ok(socket)
 }
 

@@ -13,11 +13,12 @@ use rustix::net::sockopt::ip_original_dst;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::local::{carry, join_directly, pause_after};
+use super::local::{admit, carry, join_directly, pause_after};
 use super::marks::{DELIVERY_MARK, DIRECT_MARK, connect_directly, delivery_socket, direct_socket};
 use super::socket::LocalSocket;
 use super::stats::add;
 use super::{Agent, LocalListeners, Shared, listen_at};
+use crate::mux::MuxSocket as _;
 
 /// How long a check may take. It is a connection within this host.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -61,8 +62,19 @@ fn carry_redirected(shared: &Arc<Shared>, own: SocketAddr, socket: TcpStream, so
     // If nothing carries the connection, dropping the `LocalSocket` resets it.
     let destination = original_destination(&socket);
     let socket = LocalSocket::new(socket);
+    if shared.own_addresses.contains(source) {
+        return refuse_returned(shared, source, destination);
+    }
+    // It may have been a direct connection of this agent that came back, and is closed already.
+    if socket.failure().is_some() {
+        return;
+    }
     match destination.filter(|destination| *destination != own) {
-        Some(destination) => begin(shared, socket, Route { destination, source }),
+        Some(destination) => {
+            if let Some(socket) = admit(shared, socket, destination) {
+                begin(shared, socket, Route { destination, source });
+            }
+        }
         None => refuse_own(shared, source),
     }
 }
@@ -80,7 +92,8 @@ fn begin(shared: &Arc<Shared>, socket: LocalSocket, route: Route) {
     match peer {
         Some(peer) => shared.spawn(carry(shared_too, peer, socket, route)),
         None if shared.config().direct => shared.spawn(async move {
-            join_directly(&shared_too, socket, connect_directly(route)).await;
+            let connecting = connect_directly(&shared_too.own_addresses, route);
+            join_directly(&shared_too, socket, route.destination, connecting).await;
         }),
         None => add(&shared.counters.without_link, 1),
     }
@@ -93,6 +106,19 @@ fn refuse_own(shared: &Shared, source: SocketAddr) {
         tracing::warn!(
             "refused a connection from {source} to the agent's own listener, which accepts only \
              redirected connections{others}"
+        );
+    }
+}
+
+fn refuse_returned(shared: &Shared, source: SocketAddr, destination: Option<SocketAddr>) {
+    add(&shared.counters.looped, 1);
+    static LINES: LogLimit = LogLimit::new();
+    if let Some(others) = LINES.pass() {
+        let to = destination.map_or("another host".to_owned(), |address| address.to_string());
+        tracing::error!(
+            "refused the agent's own direct connection from {source} to {to}, which the kernel \
+             redirected to the agent: a firewall rule of this host removes the mark \
+             {DIRECT_MARK:#x} (for example `meta mark set ct mark`); let the rule keep it{others}"
         );
     }
 }
