@@ -2,6 +2,7 @@
 
 mod control;
 mod host_setup;
+mod other_agents;
 mod rehome;
 mod report;
 mod rules;
@@ -27,6 +28,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::oneshot;
 
 pub(crate) use control::{Control, Request};
+pub(crate) use rules::RedirectionState;
 pub(crate) use setup::Setup;
 
 use control::SignalControl;
@@ -152,7 +154,10 @@ pub(crate) fn serve<C: Control>(
     // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
     // threads.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(serve_in_runtime(setup, begin))
+    let served = runtime.block_on(serve_in_runtime(setup, begin));
+    // Does not wait for the thread that looks for the address of a peer, which may take long.
+    runtime.shutdown_background();
+    served
 }
 
 /// Raises the soft limit of open files to the hard limit: the agent has a socket for each peer and
@@ -163,6 +168,13 @@ fn raise_descriptor_limit() {
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
+}
+
+/// Returns how many more descriptors this process may open.
+fn free_descriptors() -> Option<usize> {
+    let limit = usize::try_from(getrlimit(Resource::Nofile).current?).ok()?;
+    let open = std::fs::read_dir("/proc/self/fd").ok()?.count();
+    Some(limit.saturating_sub(open))
 }
 
 /// If links must use RDMA, checks that the devices can be opened as the agent will open them.
@@ -199,9 +211,10 @@ fn open(setup: &Setup) -> anyhow::Result<Fabric> {
 }
 
 async fn serve_in_runtime<C: Control>(
-    setup: Setup,
+    mut setup: Setup,
     begin: impl FnOnce() -> anyhow::Result<C>,
 ) -> anyhow::Result<bool> {
+    transparent::leave_out_own_addresses(&mut setup.config).await?;
     let fabric = open(&setup)?;
     let Setup { values, config, listen, .. } = &setup;
     let rdma = rdma_policy(values);
@@ -220,11 +233,15 @@ async fn serve_in_runtime<C: Control>(
     let listeners = listeners.collect::<anyhow::Result<Vec<Listener>>>()?;
     let handle = agent.handle();
     let mut redirecting = transparent::redirect(&agent, &mut programs, config).await?;
+    let redirection = Arc::new(RedirectionState::default());
     let admin = admin::start(values, || {
-        let (fabric, agent) = (fabric.clone(), handle.clone());
-        Arc::new(AgentAdmin { fabric, agent, engine: setup.engine.clone() })
+        let (fabric, agent, engine) = (fabric.clone(), handle.clone(), setup.engine.clone());
+        Arc::new(AgentAdmin { fabric, agent, engine, redirection: Arc::clone(&redirection) })
     })?;
     let mut control = begin()?;
+    if let Some(free) = free_descriptors() {
+        handle.limit_descriptors(free);
+    }
     report::listening(&setup, &listeners, admin.as_ref().map(AdminServer::address));
     report::warn_of_clear_text(values, config, rdma);
     let (stop, stop_requested) = oneshot::channel::<()>();
@@ -243,7 +260,7 @@ async fn serve_in_runtime<C: Control>(
                     Request::Drain => break,
                     Request::End => return,
                 },
-                never = transparent::keep(&mut redirecting) => match never {},
+                never = transparent::keep(&mut redirecting, &redirection) => match never {},
             }
         }
         tracing::info!("accepting nothing new; a second signal resets connections");

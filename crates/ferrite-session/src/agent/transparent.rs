@@ -13,7 +13,7 @@ use rustix::net::sockopt::ip_original_dst;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::local::{carry, join_directly, pause_after};
+use super::local::{admit, carry, join_directly, pause_after};
 use super::marks::{DELIVERY_MARK, DIRECT_MARK, connect_directly, delivery_socket, direct_socket};
 use super::socket::LocalSocket;
 use super::stats::add;
@@ -70,7 +70,11 @@ fn carry_redirected(shared: &Arc<Shared>, own: SocketAddr, socket: TcpStream, so
         return;
     }
     match destination.filter(|destination| *destination != own) {
-        Some(destination) => begin(shared, socket, Route { destination, source }),
+        Some(destination) => {
+            if let Some(socket) = admit(shared, socket, destination) {
+                begin(shared, socket, Route { destination, source });
+            }
+        }
         None => refuse_own(shared, source),
     }
 }
@@ -89,7 +93,7 @@ fn begin(shared: &Arc<Shared>, socket: LocalSocket, route: Route) {
         Some(peer) => shared.spawn(carry(shared_too, peer, socket, route)),
         None if shared.config().direct => shared.spawn(async move {
             let connecting = connect_directly(&shared_too.own_addresses, route);
-            join_directly(&shared_too, socket, connecting).await;
+            join_directly(&shared_too, socket, route.destination, connecting).await;
         }),
         None => add(&shared.counters.without_link, 1),
     }

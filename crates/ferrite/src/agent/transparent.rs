@@ -12,7 +12,7 @@ use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, LocalListeners, Tran
 use tokio::time::sleep;
 
 use super::host_setup;
-use super::rules::{Redirection, Rules};
+use super::rules::{Redirection, RedirectionState, Rules};
 use crate::settings::WrongSettings;
 
 /// How long the agent accepts connections after it has removed the rules. A connection that was
@@ -55,8 +55,26 @@ pub(super) fn config(
     config.peers = peers.map(|alias| AgentPeer::new(alias, (alias, own.port()).into())).collect();
     let redirected = Transports::of(values).carried(&ports);
     config.ports = ports;
-    config.transparent = Some(Transparent { networks, redirected, port: own.port() });
+    config.transparent = Some(Transparent::new(networks, redirected, own.port()));
     Ok(config)
+}
+
+/// Leaves out peers that are addresses of this host, such as one that moves between hosts. The
+/// kernel redirects no connections to them, and they cannot be used for checks.
+pub(super) async fn leave_out_own_addresses(config: &mut AgentConfig) -> anyhow::Result<()> {
+    let Some(transparent) = &mut config.transparent else { return Ok(()) };
+    let own =
+        host_setup::own_addresses().await.context("cannot find the addresses of this host")?;
+    let is_own = |alias: Ipv4Addr| own.iter().any(|own| own.contains(alias));
+    for peer in config.peers.extract_if(.., |peer| is_own(peer.alias)) {
+        tracing::info!(
+            "{} in `peers` is an address of this host: there is no link to it, and connections to \
+             it are not redirected",
+            peer.alias
+        );
+    }
+    transparent.local = own;
+    Ok(())
 }
 
 /// In transparent mode, prepares the host and redirects connections to the agent.
@@ -87,9 +105,9 @@ pub(super) async fn redirect(
 }
 
 /// Keeps the rules, if there are any, for ever.
-pub(super) async fn keep(rules: &mut Option<Rules>) -> Infallible {
+pub(super) async fn keep(rules: &mut Option<Rules>, state: &RedirectionState) -> Infallible {
     match rules {
-        Some(rules) => rules.keep().await,
+        Some(rules) => rules.keep(state).await,
         None => std::future::pending().await,
     }
 }

@@ -82,7 +82,7 @@ pub(crate) struct Group {
     /// With TLS, agents authenticate each other and share one link.
     pub(crate) certificates: Option<Certificates>,
     /// The words before the command line of an agent, which run it as a user with few rights.
-    user: &'static [&'static str],
+    user: Vec<String>,
     is_transparent: bool,
 }
 
@@ -115,8 +115,8 @@ impl Group {
         user: &'static [&'static str],
         certificates: Option<Certificates>,
     ) -> Self {
-        let options = options.iter().map(ToString::to_string).collect();
-        let is_transparent = false;
+        let options = strings(options);
+        let (user, is_transparent) = (strings(user), false);
         Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent }
             .with_agents(count)
     }
@@ -133,8 +133,18 @@ impl Group {
         options: &[&str],
         certificates: Option<Certificates>,
     ) -> Self {
-        let options = options.iter().map(ToString::to_string).collect();
-        let (user, is_transparent) = (NETWORK_ADMIN, true);
+        Self::start_transparent_as(hosts, count, options, certificates, strings(NETWORK_ADMIN))
+    }
+
+    /// Starts agents in transparent mode. The words of `user` come before the command line.
+    pub(crate) fn start_transparent_as(
+        hosts: Hosts,
+        count: usize,
+        options: &[&str],
+        certificates: Option<Certificates>,
+        user: Vec<String>,
+    ) -> Self {
+        let (options, is_transparent) = (strings(options), true);
         let group = Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent };
         (1..=count).for_each(|host| wire::count(&group.hosts, host));
         group.with_agents(count)
@@ -188,7 +198,7 @@ impl Group {
         self.hosts.within(host, || {
             let words: Vec<_> = words.iter().map(String::as_str).collect();
             let agent = Running::command(&words);
-            let mut command = Command::new(self.user[0]);
+            let mut command = Command::new(&self.user[0]);
             command.args(&self.user[1..]).arg(agent.get_program()).args(agent.get_args());
             Running::spawn(&mut command)
         })
@@ -326,6 +336,10 @@ pub(crate) fn operator(engine: &Engine) -> Client {
     let mut client = engine.client();
     client.ok(&["AUTH", PASSWORD]);
     client
+}
+
+pub(crate) fn strings(words: &[&str]) -> Vec<String> {
+    words.iter().map(ToString::to_string).collect()
 }
 
 /// Returns the sum of all samples whose series begins with `name` (without `ferrite_`) and contains
