@@ -10,7 +10,7 @@ mod metrics {
 }
 
 use std::fs;
-use std::io::{ErrorKind, Read as _, Write as _};
+use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::process::{Command, Output};
@@ -77,14 +77,16 @@ fn direct_connections_that_come_back_are_refused() {
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
 }
 
-/// Accepts connections to a port of a host, and keeps them open until the test ends.
-fn accept_all(hosts: &Hosts, host: usize, port: u16) {
-    let listener = hosts.within(host, || TcpListener::bind(("0.0.0.0", port)).expect("listen"));
+/// Accepts connections to an address of a host. Closes each when its program does, as an engine
+/// would: the other direction of a connection that is closed in one direction may stay open.
+fn accept_all(hosts: &Hosts, host: usize, at: (&str, u16)) {
+    let listener = hosts.within(host, || TcpListener::bind(at).expect("listen"));
     std::thread::spawn(move || {
-        let mut open = Vec::new();
-        for socket in listener.incoming().map_while(Result::ok) {
-            let _ = (&socket).write_all(b"+PONG\r\n"); // the agent may have reset it
-            open.push(socket);
+        for mut socket in listener.incoming().map_while(Result::ok) {
+            std::thread::spawn(move || {
+                let _ = socket.write_all(b"+PONG\r\n"); // the agent may have reset it
+                let _ = io::copy(&mut socket, &mut io::sink());
+            });
         }
     });
 }
@@ -100,7 +102,7 @@ fn direct_connections_leave_descriptors_for_links_bus_and_admin_port() {
     let limited = [&["prlimit", "--nofile=300:300"], NETWORK_ADMIN].concat();
     let group = Group::start_transparent_as(hosts, 2, NETWORK, None, strings(&limited));
     for (host, port) in [(3, 7001), (3, 17001), (2, 7001), (2, 17001)] {
-        accept_all(&group.hosts, host, port);
+        accept_all(&group.hosts, host, ("0.0.0.0", port));
     }
     let mut open: Vec<_> = (0..300).map(|_| group.connect(1, 3, 7001)).collect();
     let carried = open.iter_mut().filter_map(|socket| is_carried(socket).then_some(())).count();
@@ -257,6 +259,8 @@ fn name_of_a_peer_may_be_unknown_at_the_start() {
         let (listen, alias) = (hosts.ip(host), format!("127.1.0.{host}"));
         let words = ["agent", "--alias", &alias, "--listen", &listen, "--peer", peer];
         let more = ["--ports", "7001", "--rdma", "forbid", "--allow-unauthenticated-peers", "yes"];
+        // `accept_all` knows no passwords.
+        let more = [&more[..], &["--protected-mode", "no"]].concat();
         let agent = Running::command(&[&words[..], &more].concat());
         let mut command = Command::new("unshare");
         command.args(["-m", "sh", "-c", &mount]).arg(agent.get_program()).args(agent.get_args());
@@ -274,6 +278,9 @@ fn name_of_a_peer_may_be_unknown_at_the_start() {
     until(TIMEOUT, "links", || {
         ready().0 == 200 && hosts.within(2, || agents[1].get("/ready").0 == 200)
     });
-    accept_all(&hosts, 2, 7001);
+    accept_all(&hosts, 2, ("127.1.0.2", 7001));
+    let mut program = hosts.within(1, || TcpStream::connect(("127.1.0.2", 7001)).expect("agent"));
+    program.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+    assert!(is_carried(&mut program));
     drop(agents);
 }
