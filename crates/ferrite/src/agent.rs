@@ -3,6 +3,7 @@
 mod control;
 mod host_setup;
 mod other_agents;
+mod redirection_state;
 mod rehome;
 mod report;
 mod rules;
@@ -28,7 +29,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::oneshot;
 
 pub(crate) use control::{Control, Request};
-pub(crate) use rules::RedirectionState;
+pub(crate) use redirection_state::RedirectionState;
 pub(crate) use setup::Setup;
 
 use control::SignalControl;
@@ -122,6 +123,11 @@ JSON lines: {event: listening, address?, addresses[], mode, alias, peers[], port
 /// How long a peer may be silent, and how long it may then leave a probe unanswered.
 const KEEPALIVE: Duration = Duration::from_secs(1);
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a peer may leave a probe over TCP unanswered while its kernel is silent, too. Programs
+/// would keep direct connections meanwhile. TCP sends again 6.2 and 12.6 s after the first attempt,
+/// so links survive interruptions of 6 s, and most of 12 s. With [`KEEPALIVE`], the time is less
+/// than the 15 s after which engines by default regard a node as failed (`cluster-node-timeout`).
+const TCP_SILENCE_TIMEOUT: Duration = Duration::from_secs(13);
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     if let Some(Action::Rehome(options)) = &options.action {
@@ -192,10 +198,11 @@ fn open(setup: &Setup) -> anyhow::Result<Fabric> {
     let Setup { values, listen, .. } = setup;
     let config = Config {
         program: Program::AGENT,
-        // Short, because all connections to a host hang while its link is dead. There are few
-        // links, so the keepalives cost little.
+        // Short, because all connections to a host hang while its agent hangs or its RDMA path is
+        // lost. There are few links, so the keepalives cost little.
         keepalive: KEEPALIVE,
         peer_timeout: PEER_TIMEOUT,
+        tcp_silence_timeout: Some(TCP_SILENCE_TIMEOUT),
         ..fabric_config(values)
     };
     // If `rdma-device` names no devices, the fabric opens only those that have one of these
@@ -260,7 +267,9 @@ async fn serve_in_runtime<C: Control>(
                     Request::Drain => break,
                     Request::End => return,
                 },
-                never = transparent::keep(&mut redirecting, &redirection) => match never {},
+                never = transparent::keep(&mut redirecting, &handle, &redirection) => {
+                    match never {}
+                }
             }
         }
         tracing::info!("accepting nothing new; a second signal resets connections");

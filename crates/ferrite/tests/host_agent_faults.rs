@@ -13,7 +13,9 @@ use std::fs;
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{PermissionsExt as _, chown};
+use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
 use agent::harness::{Group, NETWORK_ADMIN, PASSWORD, strings, sum};
 use agent::wire;
@@ -134,21 +136,46 @@ fn owner_of_rules(group: &Group, host: usize) -> Option<u32> {
     children.find(|pid| name(*pid).is_ok_and(|name| name.trim() == "nft"))
 }
 
+/// A directory whose programs come first in the PATH of an agent.
+struct Programs(TempDir);
+
+impl Programs {
+    fn new() -> Self {
+        Self(TempDir::new("programs"))
+    }
+
+    /// Adds a program that runs these commands of a shell, and then the program of this name.
+    fn add(&self, name: &str, commands: &str) {
+        let text = format!(
+            "#!/bin/sh\n{commands}\n\
+             PATH=$PATH:/usr/sbin:/sbin; PATH=${{PATH#*:}}; exec {name} \"$@\"\n"
+        );
+        let program = self.0.file(name, text);
+        fs::set_permissions(program, fs::Permissions::from_mode(0o755)).expect("permissions");
+    }
+
+    /// Adds a program that fails while there is a file, which this returns.
+    fn add_breakable(&self, name: &str) -> PathBuf {
+        let broken = self.0.join("broken");
+        let file = broken.display();
+        let fail = format!("if [ -e {file} ]; then echo 'this {name} is broken' >&2; exit 1; fi");
+        self.add(name, &fail);
+        broken
+    }
+
+    /// Returns the words before the command line of an agent, which uses the programs.
+    fn user(&self) -> Vec<String> {
+        let path = format!("PATH={}:/usr/sbin:/usr/bin:/sbin:/bin", self.0.path().display());
+        strings(&[NETWORK_ADMIN, &["env", &path]].concat())
+    }
+}
+
 #[test]
 fn agent_is_not_ready_while_the_rules_cannot_be_set() {
     let Some(hosts) = hosts(1) else { return };
-    let programs = TempDir::new("programs");
-    let broken = programs.join("broken");
-    let text = format!(
-        "#!/bin/sh\nif [ -e {} ]; then echo 'this nft is broken' >&2; exit 1; fi\n\
-         PATH=$PATH:/usr/sbin:/sbin; PATH=${{PATH#*:}}; exec nft \"$@\"\n",
-        broken.display()
-    );
-    let nft = programs.file("nft", text);
-    fs::set_permissions(nft, fs::Permissions::from_mode(0o755)).expect("permissions");
-    let path = format!("PATH={}:/usr/sbin:/usr/bin:/sbin:/bin", programs.path().display());
-    let user = [NETWORK_ADMIN, &["env", &path]].concat();
-    let group = Group::start_transparent_as(hosts, 1, NETWORK, None, strings(&user));
+    let programs = Programs::new();
+    let broken = programs.add_breakable("nft");
+    let group = Group::start_transparent_as(hosts, 1, NETWORK, None, programs.user());
     assert_eq!(group.get(1, "/ready").0, 200);
     fs::write(&broken, "").expect("written");
     signal("KILL", owner_of_rules(&group, 1).expect("nft"));
@@ -157,20 +184,83 @@ fn agent_is_not_ready_while_the_rules_cannot_be_set() {
         assert!(status == 200 || body.contains("not redirected"), "{status} {body}");
         status == 503 && body.contains("this nft is broken")
     });
+    // Another agent may redirect the connections meanwhile, and the first one then must not.
+    let second = start_second(&group, &second_options("7001", "10.77.0.0/24"));
     fs::remove_file(&broken).expect("removed");
+    let expected = format!("process {} already redirects", second.process.0.id());
+    until(TIMEOUT, "an agent that gives way", || {
+        let (status, body) = group.get(1, "/ready");
+        assert_eq!(status, 503, "{body}");
+        body.contains(&expected)
+    });
+    drop(second);
     until(TIMEOUT, "an agent that is ready", || group.get(1, "/ready").0 == 200);
     assert!(wire::nft(&group.hosts, 1, "list ruleset").contains("redirect to"));
 }
 
-/// Runs an agent on host 1, which must fail to start.
-fn fails_to_start(hosts: &Hosts, words: &[&str]) -> String {
+/// Runs `ip` on host 1. Returns what it prints.
+fn ip(hosts: &Hosts, words: &[&str]) -> String {
+    let output = hosts.within(1, || Command::new("ip").args(words).output().expect("ip"));
+    assert!(output.status.success(), "ip {words:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn settings_of_the_host_that_somebody_removes_are_made_again() {
+    let Some(hosts) = hosts(1) else { return };
+    let programs = Programs::new();
+    let broken = programs.add_breakable("ip");
+    let group = Group::start_transparent_as(hosts, 1, NETWORK, None, programs.user());
+    fs::write(&broken, "").expect("written");
+    ip(&group.hosts, &["rule", "del", "fwmark", "0xfe1"]);
+    until(TIMEOUT, "an agent that is not ready", || {
+        let (status, body) = group.get(1, "/ready");
+        let is_named = body.contains("cannot be delivered") && body.contains("this ip is broken");
+        assert!(status == 200 || is_named, "{status} {body}");
+        status == 503
+    });
+    fs::remove_file(&broken).expect("removed");
+    until(TIMEOUT, "an agent that is ready", || group.get(1, "/ready").0 == 200);
+    assert!(ip(&group.hosts, &["rule"]).contains("fwmark 0xfe1"));
+    ip(&group.hosts, &["route", "flush", "table", "4065"]);
+    until(TIMEOUT, "the route", || {
+        let all = ip(&group.hosts, &["route", "show", "table", "all"]);
+        all.lines().any(|line| line.contains("table 4065"))
+    });
+    let setting = "/proc/sys/net/ipv4/tcp_fwmark_accept";
+    group.hosts.within(1, || fs::write(setting, "0").expect("written"));
+    until(TIMEOUT, "the setting", || {
+        group.hosts.within(1, || fs::read_to_string(setting).expect("a setting")).trim() == "1"
+    });
+    assert_eq!(group.get(1, "/ready").0, 200);
+}
+
+/// Returns the options of a second agent of host 1.
+fn second_options(ports: &'static str, peers: &'static str) -> Vec<&'static str> {
+    let listen = ["--mode", "transparent", "--listen", "10.77.0.1:7471", "--rdma", "forbid"];
+    let more = ["--allow-unauthenticated-peers", "yes", "--ports", ports, "--peer", peers];
+    [listen, more].concat()
+}
+
+/// Starts a second agent on host 1, and waits until it redirects connections.
+fn start_second(group: &Group, options: &[&str]) -> Running {
+    group.hosts.within(1, || {
+        let agent = Running::command(&[&["agent"], options].concat());
+        let mut command = Command::new(NETWORK_ADMIN[0]);
+        command.args(&NETWORK_ADMIN[1..]).arg(agent.get_program()).args(agent.get_args());
+        Running::spawn(&mut command)
+    })
+}
+
+/// Runs a second agent on host 1, which must fail to start.
+fn fails_to_start(hosts: &Hosts, user: &[String], options: &[&str]) -> String {
     let Output { status, stderr, .. } = hosts.within(1, || {
         let mut command = Command::new("timeout");
-        command.arg("20").args(NETWORK_ADMIN).arg(env!("CARGO_BIN_EXE_ferrite")).arg("agent");
-        command.args(words).output().expect("ferrite starts")
+        command.arg("20").args(user).arg(env!("CARGO_BIN_EXE_ferrite")).arg("agent");
+        command.args(options).output().expect("ferrite starts")
     });
     let error = String::from_utf8_lossy(&stderr).into_owned();
-    assert_eq!(status.code(), Some(1), "{words:?}: {error}");
+    assert_eq!(status.code(), Some(1), "{options:?}: {error}");
     error
 }
 
@@ -178,43 +268,52 @@ fn fails_to_start(hosts: &Hosts, words: &[&str]) -> String {
 fn second_agent_does_not_take_the_connections_of_the_first() {
     let Some(hosts) = hosts(2) else { return };
     let mut group = Group::start_transparent(hosts, 1, NETWORK);
-    let first = group.agent(1).process.0.id().to_string();
-    let words = |ports: &'static str, peers: &'static str| {
-        let listen = ["--mode", "transparent", "--listen", "10.77.0.1:7471", "--rdma", "forbid"];
-        let more = ["--allow-unauthenticated-peers", "yes", "--ports", ports, "--peer", peers];
-        [&listen[..], &more].concat()
-    };
+    let first = format!("process {} already redirects", group.agent(1).process.0.id());
     for (ports, peers) in [("7002-7003", "10.77.0.2"), ("6379,26379", "10.0.0.0/8")] {
-        let error = fails_to_start(&group.hosts, &words(ports, peers));
-        assert!(error.contains(&format!("process {first}")), "{ports} {peers}: {error}");
+        let options = second_options(ports, peers);
+        let error = fails_to_start(&group.hosts, &strings(NETWORK_ADMIN), &options);
+        assert!(error.contains(&first), "{ports} {peers}: {error}");
     }
-    let start = |group: &Group, words: &[&str]| {
-        group.hosts.within(1, || {
-            let agent = Running::command(&[&["agent"], words].concat());
-            let mut command = Command::new(NETWORK_ADMIN[0]);
-            command.args(&NETWORK_ADMIN[1..]).arg(agent.get_program()).args(agent.get_args());
-            Running::spawn(&mut command)
-        })
-    };
     for (ports, peers) in [("7003-7009", "10.77.0.0/24"), ("7001", "10.78.0.0/16")] {
-        drop(start(&group, &words(ports, peers)));
+        drop(start_second(&group, &second_options(ports, peers)));
     }
     // The rules of an agent that was killed stay for a moment.
     signal("KILL", group.agents.remove(0).process.0.id());
-    let second = start(&group, &words("7001", "10.77.0.0/24"));
+    let second = start_second(&group, &second_options("7001", "10.77.0.0/24"));
     let _engine = group.start_engine(2, 7001, &AUTH);
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
     group.agents.push(second);
     assert!(direct(&group, 1) == 1.0);
 }
 
+/// Of two agents that start at the same moment, neither sees the rules of the other before it sets
+/// its own. Here nft hides the rules of the first agent from the second one until then.
+#[test]
+fn agent_that_has_set_its_rules_later_gives_way() {
+    let Some(hosts) = hosts(2) else { return };
+    let group = Group::start_transparent(hosts, 1, NETWORK);
+    let programs = Programs::new();
+    chown(programs.0.path(), Some(65_534), Some(65_534)).expect("another owner");
+    let marker = programs.0.join("rules");
+    let hide = format!(
+        "case \"$1 $2\" in '-i ') : > {0} ;; 'list tables') [ -e {0} ] || exit 0 ;; esac",
+        marker.display()
+    );
+    programs.add("nft", &hide);
+    let options = second_options("7001", "10.77.0.0/24");
+    let error = fails_to_start(&group.hosts, &programs.user(), &options);
+    let first = format!("process {} already redirects", group.agent(1).process.0.id());
+    assert!(marker.exists() && error.contains(&first), "{error}");
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+    assert!(direct(&group, 1) == 1.0, "the first agent has the connection");
+}
+
 /// An address that moves between hosts is in the list of peers, and this host has it now.
 #[test]
 fn other_addresses_of_this_host_may_be_in_the_list_of_peers() {
     let Some(hosts) = hosts(2) else { return };
-    let add = ["addr", "add", "10.77.0.100/32", "dev", "eth0"];
-    let added = hosts.within(1, || Command::new("ip").args(add).status());
-    assert!(added.expect("ip").success());
+    ip(&hosts, &["addr", "add", "10.77.0.100/32", "dev", "eth0"]);
     let options = [&["--peer", "10.77.0.100"], NETWORK].concat();
     let group = Group::start_transparent(hosts, 1, &options);
     assert_eq!(group.get(1, "/ready").0, 200, "no link to this host is needed");
@@ -283,4 +382,60 @@ fn name_of_a_peer_may_be_unknown_at_the_start() {
     program.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
     assert!(is_carried(&mut program));
     drop(agents);
+}
+
+/// Drops all packets between the hosts, until [`reconnect`].
+fn disconnect(group: &Group) {
+    for host in 1..=group.hosts.count() {
+        // Drops packets that arrive, because the kernel reports those that it may not send.
+        let rule = "add table ip cut; \
+                    add chain ip cut in { type filter hook input priority 0; }; \
+                    add rule ip cut in iifname eth0 drop";
+        wire::nft(&group.hosts, host, rule);
+    }
+}
+
+fn reconnect(group: &Group) {
+    for host in 1..=group.hosts.count() {
+        wire::nft(&group.hosts, host, "delete table ip cut");
+    }
+}
+
+fn is_answered(mut program: &TcpStream) -> bool {
+    program.read(&mut [0; 64]).is_ok_and(|bytes| bytes > 0)
+}
+
+/// The network is interrupted for longer than an agent may be silent that can be reached.
+#[test]
+fn connections_survive_an_interruption_of_the_network() {
+    let Some(hosts) = hosts(2) else { return };
+    let group = Group::start_transparent(hosts, 2, NETWORK);
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    let mut program = group.connect(1, 2, 7001);
+    program.write_all(b"PING\r\n").expect("sent");
+    assert!(is_answered(&program));
+    disconnect(&group);
+    program.write_all(b"PING\r\n").expect("sent");
+    std::thread::sleep(Duration::from_secs(5));
+    reconnect(&group);
+    assert!(is_answered(&program), "the connection was reset");
+    assert!(direct(&group, 1) == 0.0);
+    for host in [1, 2] {
+        assert!(sum(&group.scrape(host), "agent_links_lost_total", "") == 0.0, "host {host}");
+    }
+}
+
+/// A host that is gone is noticed before engines would notice it (`cluster-node-timeout`).
+#[test]
+fn connections_to_a_host_that_is_gone_are_reset() {
+    let Some(hosts) = hosts(2) else { return };
+    let group = Group::start_transparent(hosts, 2, NETWORK);
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    let mut program = group.connect(1, 2, 7001);
+    program.write_all(b"PING\r\n").expect("sent");
+    assert!(is_answered(&program));
+    disconnect(&group);
+    let begun = Instant::now();
+    assert!(is_reset(&mut program));
+    assert!((8..18).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
 }

@@ -71,10 +71,11 @@ fn set(name: &str) -> anyhow::Result<()> {
 }
 
 async fn add_route(peer: Ipv4Addr) -> anyhow::Result<()> {
-    if is_routed_here(peer).await? {
-        return Ok(());
-    }
+    // The kernel refuses a second routing rule of the same content.
     for words in [route(), rule()] {
+        if is_routed_here(peer).await? {
+            return Ok(());
+        }
         let output = ip(&words).await?;
         let error = String::from_utf8_lossy(&output.stderr);
         anyhow::ensure!(output.status.success(), "ip {}: {}", words.join(" "), error.trim());

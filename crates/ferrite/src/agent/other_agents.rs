@@ -17,45 +17,78 @@ use super::rules::{Redirection, TABLES, TIMEOUT};
 /// How long the rules of an agent that was killed may stay.
 const ENDING: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(50);
+const REMEDY: &str = "stop that agent, or give the two agents different ports";
 
 /// The rules of another agent.
 #[derive(Debug, PartialEq, Eq)]
 struct Other {
+    /// The number that the kernel gave to the table. Later tables have higher numbers.
+    number: u64,
     networks: Vec<RangeInclusive<Ipv4Addr>>,
     ports: PortSet,
 }
 
-/// Checks that no other agent redirects the same connections.
+/// Checks, before this agent sets its rules, that no other agent redirects the same connections.
 ///
 /// # Errors
 /// Names the process of the other agent.
 pub(super) async fn check(redirection: &Redirection) -> anyhow::Result<()> {
     let deadline = Instant::now() + ENDING;
-    while let Some(why) = find(redirection).await? {
+    while let Some((_, why)) = others(redirection).await?.into_iter().next() {
         if Instant::now() >= deadline {
-            bail!("{why}; stop that agent, or give the two agents different ports");
+            bail!("{why}; {REMEDY}");
         }
         sleep(PAUSE).await;
     }
     Ok(())
 }
 
-/// Returns which other agent redirects the same connections.
-async fn find(redirection: &Redirection) -> anyhow::Result<Option<String>> {
+/// Checks, after this agent has set its rules, that no other agent had set such rules before. If
+/// two agents start at the same moment, [`check`] of both finds nothing. The kernel adds one table
+/// after the other, and numbers them, so exactly one of the two agents then finds an earlier table.
+///
+/// # Errors
+/// Names the process of the other agent.
+pub(super) async fn check_order(redirection: &Redirection) -> anyhow::Result<()> {
+    let own = list(Redirection::table()).await.context("cannot list the agent's own rules")?;
+    let own = number(&own).unwrap_or(u64::MAX);
+    let others = others(redirection).await?;
+    match others.into_iter().find(|(number, _)| *number < own) {
+        Some((_, why)) => bail!("{why}; {REMEDY}"),
+        None => Ok(()),
+    }
+}
+
+/// Returns the other agents that redirect the same connections: the numbers of their tables, and
+/// descriptions.
+async fn others(redirection: &Redirection) -> anyhow::Result<Vec<(u64, String)>> {
     let tables = nft(&["list", "tables", "ip"]).await?;
     let names = tables.lines().filter_map(|line| line.trim().strip_prefix("table ip "));
     let own = Redirection::table();
+    let mut found = Vec::new();
     for name in names.filter(|name| name.starts_with(TABLES) && *name != own) {
         // Without a table of this name, the agent has just ended.
-        let Ok(text) = nft(&["-n", "list", "table", "ip", name]).await else { continue };
-        if let Some(port) = Other::parse(&text).and_then(|other| other.common_port(redirection)) {
-            return Ok(Some(format!(
-                "{} already redirects connections to port {port} (table {name})",
-                process(name, own)
-            )));
+        let Ok(text) = list(name).await else { continue };
+        let Some(other) = Other::parse(&text) else { continue };
+        if let Some(port) = other.common_port(redirection) {
+            let process = process(name, own);
+            let why =
+                format!("{process} already redirects connections to port {port} (table {name})");
+            found.push((other.number, why));
         }
     }
-    Ok(None)
+    Ok(found)
+}
+
+/// Returns a table as nft lists it, with its number.
+async fn list(table: &str) -> anyhow::Result<String> {
+    nft(&["-a", "-n", "list", "table", "ip", table]).await
+}
+
+/// Returns the number of a table, as nft lists it.
+fn number(table: &str) -> Option<u64> {
+    let (_, rest) = table.lines().next()?.split_once("# handle ")?;
+    rest.split_whitespace().next()?.parse().ok()
 }
 
 /// Returns the process that a table is named after.
@@ -85,7 +118,9 @@ impl Other {
             return None;
         }
         let networks = elements("peers")?.iter().map(|text| addresses(text)).collect::<Option<_>>();
-        Some(Self { networks: networks?, ports: PortSet::parse(elements("ports")?)? })
+        let (networks, ports) = (networks?, PortSet::parse(elements("ports")?)?);
+        // Without a number, the table counts as the earlier one: both agents give way.
+        Some(Self { number: number(table).unwrap_or(0), networks, ports })
     }
 
     /// Returns a port to which both agents redirect connections to the same address.
@@ -129,13 +164,13 @@ mod tests {
 
     use super::*;
 
-    const TABLE: &str = "table ip ferrite_17_4026531836 {\n\
-        \tflags owner\n\tset peers {\n\t\ttype ipv4_addr\n\t\tflags interval\n\t\tauto-merge\n\
+    const TABLE: &str = "table ip ferrite_17_4026531836 { # handle 21 progname nft\n\
+        \tflags owner\n\tset peers { # handle 2\n\t\ttype ipv4_addr\n\t\tflags interval\n\t\tauto-merge\n\
         \t\telements = { 10.77.0.1-10.77.0.3, 10.78.0.0/16,\n\t\t\t     10.79.0.1 }\n\t}\n\
         \tset ports {\n\t\ttype inet_service\n\t\tflags interval\n\
         \t\telements = { 7001-7002, 26379 }\n\t}\n\
         \tchain out {\n\t\ttype nat hook output priority dstnat; policy accept;\n\
-        \t\tip daddr @peers tcp dport @ports tcp flags syn / fin,syn,rst,ack redirect to :1002\n\
+        \t\tip daddr @peers tcp dport @ports tcp flags syn / fin,syn,rst,ack redirect to :1002 # handle 6\n\
         \t}\n}\n";
 
     fn redirection(networks: &str, ports: &str) -> Redirection {
@@ -157,6 +192,13 @@ mod tests {
             let common = other.common_port(&redirection(networks, ports));
             assert_eq!(common, expected, "{networks} {ports}");
         }
+    }
+
+    #[test]
+    fn tables_have_numbers() {
+        assert_eq!(Other::parse(TABLE).expect("a table that redirects").number, 21);
+        let without = TABLE.replace("# handle 21", "#");
+        assert_eq!(Other::parse(&without).expect("a table that redirects").number, 0);
     }
 
     #[test]

@@ -9,7 +9,7 @@
 //! table of its own.
 
 use std::process::Stdio;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -22,6 +22,7 @@ use tokio::time::{sleep, timeout};
 
 use super::host_setup::find_program;
 use super::other_agents;
+use super::redirection_state::RedirectionState;
 
 /// The beginning of the names of all agents' tables.
 pub(super) const TABLES: &str = "ferrite_";
@@ -48,28 +49,6 @@ pub(super) struct Redirection {
 pub(super) struct Rules {
     redirection: Redirection,
     owner: Owner,
-}
-
-/// Whether connections are redirected.
-#[derive(Debug, Default)]
-pub(crate) struct RedirectionState {
-    /// Why not.
-    failure: Mutex<Option<String>>,
-}
-
-impl RedirectionState {
-    /// Checks that connections are redirected, if they should be.
-    ///
-    /// # Errors
-    /// Returns why they are not.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-        failure.clone().map_or(Ok(()), |why| Err(format!("connections are not redirected: {why}")))
-    }
-
-    fn set(&self, failure: Option<String>) {
-        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = failure;
-    }
 }
 
 /// The process that owns the rules: `nft -i`.
@@ -140,8 +119,7 @@ impl Rules {
     /// # Errors
     /// Fails if nft cannot set them, or another agent already redirects the same connections.
     pub(super) async fn set(redirection: Redirection) -> anyhow::Result<Self> {
-        other_agents::check(&redirection).await?;
-        let owner = Owner::start(&redirection).await?;
+        let owner = Owner::start_as_only_one(&redirection).await?;
         Ok(Self { redirection, owner })
     }
 
@@ -150,21 +128,23 @@ impl Rules {
         loop {
             let ended = self.owner.child.wait().await;
             let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
-            state.set(Some(format!("nft has ended ({status})")));
+            state.set_rules(Some(format!("nft has ended ({status})")));
             tracing::error!(
                 "nft has ended ({status}): new connections are not redirected and use TCP directly"
             );
             loop {
                 sleep(PAUSE).await;
-                match Owner::start(&self.redirection).await {
+                // Another agent may have started meanwhile.
+                match Owner::start_as_only_one(&self.redirection).await {
                     Ok(owner) => break self.owner = owner,
                     Err(error) => {
-                        tracing::error!("cannot set the redirecting rules: {error:#}");
-                        state.set(Some(format!("cannot set the rules: {error:#}")));
+                        if state.set_rules(Some(format!("cannot set the rules: {error:#}"))) {
+                            tracing::error!("cannot set the redirecting rules: {error:#}");
+                        }
                     }
                 }
             }
-            state.set(None);
+            state.set_rules(None);
             tracing::info!("connections are redirected again");
         }
     }
@@ -182,6 +162,15 @@ impl Rules {
 }
 
 impl Owner {
+    /// Sets the rules, unless another agent redirects the same connections.
+    async fn start_as_only_one(redirection: &Redirection) -> anyhow::Result<Self> {
+        other_agents::check(redirection).await?;
+        let owner = Self::start(redirection).await?;
+        // If this fails, `owner` is dropped, and the kernel removes the rules.
+        other_agents::check_order(redirection).await?;
+        Ok(owner)
+    }
+
     async fn start(redirection: &Redirection) -> anyhow::Result<Self> {
         let nft = find_program("nft").context("cannot find nft, of the package nftables")?;
         let mut relay = Command::new("/bin/sh")
