@@ -222,15 +222,13 @@ fn settings_of_the_host_that_somebody_removes_are_made_again() {
     fs::remove_file(&broken).expect("removed");
     until(TIMEOUT, "an agent that is ready", || group.get(1, "/ready").0 == 200);
     assert!(ip(&group.hosts, &["rule"]).contains("fwmark 0xfe1"));
-    ip(&group.hosts, &["route", "flush", "table", "4065"]);
-    until(TIMEOUT, "the route", || {
-        let all = ip(&group.hosts, &["route", "show", "table", "all"]);
-        all.lines().any(|line| line.contains("table 4065"))
-    });
     let setting = "/proc/sys/net/ipv4/tcp_fwmark_accept";
     group.hosts.within(1, || fs::write(setting, "0").expect("written"));
-    until(TIMEOUT, "the setting", || {
-        group.hosts.within(1, || fs::read_to_string(setting).expect("a setting")).trim() == "1"
+    ip(&group.hosts, &["route", "flush", "table", "4065"]);
+    until(TIMEOUT, "the route and the setting", || {
+        let all = ip(&group.hosts, &["route", "show", "table", "all"]);
+        let value = group.hosts.within(1, || fs::read_to_string(setting).expect("a setting"));
+        all.lines().any(|line| line.contains("table 4065")) && value.trim() == "1"
     });
     assert_eq!(group.get(1, "/ready").0, 200);
 }
