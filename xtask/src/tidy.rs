@@ -33,6 +33,7 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "crates/ferrite-fabric/src/device/slots.rs",
     "crates/ferrite-fabric/src/device/slots/receives.rs",
     "crates/ferrite-fabric/src/fabric/watch.rs",
+    "crates/ferrite-fabric/src/link/tcp/info.rs",
     "crates/ferrite-module/src/api.rs",
     "crates/ferrite-module/src/api/",
     "crates/ferrite-module/src/entry.rs",

@@ -18,7 +18,7 @@
 //! Memory safety: a buffer is a value. Its owner may use its memory. The device may use that memory
 //! only while an operation owns the value. `unsafe` is confined to `src/mem`, to the slots, where
 //! requests in flight own their buffers (`src/device/slots.rs` and `src/device/slots/receives.rs`),
-//! and to `src/fabric/watch.rs`.
+//! to `src/fabric/watch.rs`, and to `src/link/tcp/info.rs`.
 
 mod config;
 pub mod descriptors;

@@ -141,10 +141,11 @@ fn wrong_and_missing_certificates_are_refused_explained_and_counted() {
     let mut pair = Pair::new(Rdma::Prefer);
     let other_ca = Ca::new();
     let ca = &pair.ca;
-    let [no_certificate, other_ca, expired, unknown_server, other_host] = [
+    let [no_certificate, other_ca, expired, too_early, unknown_server, other_host] = [
         (client(ca, None), THEIRS),
         (client(ca, Some(&other_ca.issue(&[OURS]))), THEIRS),
         (client(ca, Some(&ca.issue_expired(&[OURS]))), THEIRS),
+        (client(ca, Some(&ca.issue_not_valid_yet(&[OURS]))), THEIRS),
         (client(&other_ca, Some(&ca.issue(&[OURS]))), THEIRS),
         (client(ca, Some(&ca.issue(&[OURS]))), "127.0.0.3"),
     ]
@@ -153,7 +154,8 @@ fn wrong_and_missing_certificates_are_refused_explained_and_counted() {
     for (options, expected) in [
         (no_certificate, "requires a certificate, and this side presents none"),
         (other_ca, "certificates of the same CA"),
-        (expired, "has expired; renew it"),
+        (expired, "has expired, or is not valid yet; renew it"),
+        (too_early, "is not valid yet; renew it, or compare the clocks"),
         (unknown_server, "certificates of the same CA"),
         (other_host, "subjectAltName"),
     ] {

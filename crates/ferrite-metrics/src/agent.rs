@@ -67,8 +67,13 @@ fn refusals(stats: &AgentStats, out: &mut Exposition) {
     let refused: Vec<_> =
         stats.refused.iter().map(|(cause, count)| (vec![("cause", *cause)], *count)).collect();
     out.counters("agent_opens_refused", "Connections of peers that were refused", &refused);
-    let AgentStats { without_link, beyond_limits, looped, .. } = *stats;
-    let reset = [("no_link", without_link), ("limit", beyond_limits), ("loop", looped)];
+    let AgentStats { without_link, beyond_limits, no_descriptors, looped, .. } = *stats;
+    let reset = [
+        ("no_link", without_link),
+        ("limit", beyond_limits),
+        ("descriptors", no_descriptors),
+        ("loop", looped),
+    ];
     let reset = reset.map(|(cause, count)| (vec![("cause", cause)], count));
     let help = "Connections of local programs that were reset without being carried";
     out.counters("agent_connections_refused", help, &reset);

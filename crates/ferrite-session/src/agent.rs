@@ -23,6 +23,7 @@
 //! | `peers.rs`, `peer.rs`, `links.rs` | peers with their links; connects, accepts, runs links |
 //! | `local.rs`, `transparent.rs` | connections of local programs; those that are redirected |
 //! | `marks.rs` | sockets that are not redirected |
+//! | `descriptors.rs` | how many descriptors connections may take; no I/O |
 //! | `delivery.rs`, `engine_access.rs` | streams of peers, to engines; protected mode |
 //! | `socket.rs` | a local connection, which ends as its stream ends |
 //! | `stats.rs` | counters |
@@ -30,6 +31,7 @@
 mod admission;
 mod config;
 mod delivery;
+mod descriptors;
 mod engine_access;
 mod identity;
 mod links;
@@ -57,7 +59,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use self::admission::Admission;
-pub use self::config::{AgentConfig, AgentPeer, Transparent};
+pub use self::config::{AgentConfig, AgentPeer, PeerAddress, Transparent};
+use self::descriptors::Descriptors;
 use self::engine_access::EngineAccessProbe;
 pub use self::identity::AgentTls;
 use self::marks::OwnAddresses;
@@ -114,6 +117,7 @@ struct Shared {
     peers: Peers,
     /// The local addresses of direct connections, in transparent mode.
     own_addresses: OwnAddresses,
+    descriptors: Arc<Descriptors>,
     counters: Counters,
     next_link: AtomicU64,
     is_ending: AtomicBool,
@@ -144,6 +148,7 @@ impl Agent {
             access: EngineAccessProbe::default(),
             peers,
             own_addresses: OwnAddresses::default(),
+            descriptors: Arc::default(),
             counters: Counters::default(),
             next_link: AtomicU64::new(1),
             is_ending: AtomicBool::new(false),
@@ -206,6 +211,9 @@ impl Agent {
         }
         for peer in self.shared.peers.configured() {
             let shared = Arc::clone(&self.shared);
+            if peer.address().known().is_none() {
+                local.spawn(links::find_address(Arc::clone(&shared), Arc::clone(&peer)));
+            }
             tasks.spawn(async move {
                 let _ = links::link_to(&shared, &peer).await;
             });
@@ -244,6 +252,13 @@ impl AgentHandle {
     pub fn reconfigure(&self, change: impl FnOnce(&mut AgentConfig)) {
         let mut config = self.shared.config.write().unwrap_or_else(PoisonError::into_inner);
         change(Arc::make_mut(&mut config));
+    }
+
+    /// Limits the connections so that a quarter of these descriptors is left for links, the cluster
+    /// bus and the admin port. Direct connections take at most half of them. Must be called before
+    /// [`Agent::serve`]; otherwise there is no limit.
+    pub fn limit_descriptors(&self, free: usize) {
+        self.shared.descriptors.set_free(free);
     }
 
     /// Returns the state and the counters.

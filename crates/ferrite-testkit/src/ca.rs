@@ -60,6 +60,17 @@ impl Ca {
         self.issue_for(&params)
     }
 
+    /// Issues a certificate that is not valid yet.
+    ///
+    /// # Panics
+    /// If the certificate cannot be created.
+    #[must_use]
+    pub fn issue_not_valid_yet(&self, names: &[&str]) -> Issued {
+        let mut params = params(names, "host");
+        params.not_before = date_time_ymd(3000, 1, 1);
+        self.issue_for(&params)
+    }
+
     fn issue_for(&self, params: &CertificateParams) -> Issued {
         let key = key();
         let certificate = params.signed_by(&key, &self.0).expect("a certificate");

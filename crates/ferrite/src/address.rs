@@ -9,6 +9,12 @@ use ferrite_config::address::{split, words};
 ///
 /// Pass `DEFAULT_PORT` 0 for a local address, where any port will do.
 pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, String> {
+    let (host, port) = host_and_port::<DEFAULT_PORT>(text)?;
+    resolve(host, port)
+}
+
+/// Parses an IP address or a host name, with an optional port.
+pub(crate) fn host_and_port<const DEFAULT_PORT: u16>(text: &str) -> Result<(&str, u16), String> {
     let Some((host, port)) = split(text) else {
         let port = text.rsplit_once(':').map(|(_, port)| port);
         return Err(match port.filter(|port| !port.is_empty() && port.parse::<u16>().is_err()) {
@@ -18,7 +24,11 @@ pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, S
             _ => "expected ADDRESS or ADDRESS:PORT ([ADDRESS]:PORT for IPv6)".to_owned(),
         });
     };
-    let port = port.unwrap_or(DEFAULT_PORT);
+    Ok((host, port.unwrap_or(DEFAULT_PORT)))
+}
+
+/// Returns the address that a name stands for, which may take long.
+pub(crate) fn resolve(host: &str, port: u16) -> Result<SocketAddr, String> {
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(SocketAddr::new(ip, port));
     }

@@ -15,6 +15,8 @@ use ferrite_metrics::{
 use ferrite_session::agent::AgentHandle;
 use ferrite_session::{Connector, EngineAddress, Gateway, Moved};
 
+use crate::agent::RedirectionState;
+
 /// Opens the admin port if the settings have one.
 pub(crate) fn start<P: Program>(
     values: &Values,
@@ -97,12 +99,14 @@ impl Program for RelayAdmin {
     }
 }
 
-/// Serves the agent's admin port. The agent is ready while it has a link to each peer. The agent of
-/// `ferrite server` is ready only while the engine answers, too.
+/// Serves the agent's admin port. The agent is ready while it has a link to each peer and, in
+/// transparent mode, connections are redirected to it. The agent of `ferrite server` is ready only
+/// while the engine answers, too.
 pub(crate) struct AgentAdmin {
     pub(crate) fabric: Fabric,
     pub(crate) agent: AgentHandle,
     pub(crate) engine: Option<EngineAddress>,
+    pub(crate) redirection: Arc<RedirectionState>,
 }
 
 impl Program for AgentAdmin {
@@ -116,10 +120,12 @@ impl Program for AgentAdmin {
 
     fn ready(&self) -> Ready {
         let (agent, engine) = (self.agent.clone(), self.engine.clone());
+        let redirection = self.redirection.check();
         Box::pin(async move {
             if let Some(engine) = &engine {
                 engine_answers(engine).await?;
             }
+            redirection?;
             agent.check_links().await
         })
     }

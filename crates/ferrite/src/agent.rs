@@ -2,6 +2,8 @@
 
 mod control;
 mod host_setup;
+mod other_agents;
+mod redirection_state;
 mod rehome;
 mod report;
 mod rules;
@@ -27,6 +29,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::oneshot;
 
 pub(crate) use control::{Control, Request};
+pub(crate) use redirection_state::RedirectionState;
 pub(crate) use setup::Setup;
 
 use control::SignalControl;
@@ -120,6 +123,11 @@ JSON lines: {event: listening, address?, addresses[], mode, alias, peers[], port
 /// How long a peer may be silent, and how long it may then leave a probe unanswered.
 const KEEPALIVE: Duration = Duration::from_secs(1);
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a peer may leave a probe over TCP unanswered while its kernel is silent, too. Programs
+/// would keep direct connections meanwhile. TCP sends again 6.2 and 12.6 s after the first attempt,
+/// so links survive interruptions of 6 s, and most of 12 s. With [`KEEPALIVE`], the time is less
+/// than the 15 s after which engines by default regard a node as failed (`cluster-node-timeout`).
+const TCP_SILENCE_TIMEOUT: Duration = Duration::from_secs(13);
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     if let Some(Action::Rehome(options)) = &options.action {
@@ -152,7 +160,10 @@ pub(crate) fn serve<C: Control>(
     // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
     // threads.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(serve_in_runtime(setup, begin))
+    let served = runtime.block_on(serve_in_runtime(setup, begin));
+    // Does not wait for the thread that looks for the address of a peer, which may take long.
+    runtime.shutdown_background();
+    served
 }
 
 /// Raises the soft limit of open files to the hard limit: the agent has a socket for each peer and
@@ -163,6 +174,13 @@ fn raise_descriptor_limit() {
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
+}
+
+/// Returns how many more descriptors this process may open.
+fn free_descriptors() -> Option<usize> {
+    let limit = usize::try_from(getrlimit(Resource::Nofile).current?).ok()?;
+    let open = std::fs::read_dir("/proc/self/fd").ok()?.count();
+    Some(limit.saturating_sub(open))
 }
 
 /// If links must use RDMA, checks that the devices can be opened as the agent will open them.
@@ -180,10 +198,11 @@ fn open(setup: &Setup) -> anyhow::Result<Fabric> {
     let Setup { values, listen, .. } = setup;
     let config = Config {
         program: Program::AGENT,
-        // Short, because all connections to a host hang while its link is dead. There are few
-        // links, so the keepalives cost little.
+        // Short, because all connections to a host hang while its agent hangs or its RDMA path is
+        // lost. There are few links, so the keepalives cost little.
         keepalive: KEEPALIVE,
         peer_timeout: PEER_TIMEOUT,
+        tcp_silence_timeout: Some(TCP_SILENCE_TIMEOUT),
         ..fabric_config(values)
     };
     // If `rdma-device` names no devices, the fabric opens only those that have one of these
@@ -199,9 +218,10 @@ fn open(setup: &Setup) -> anyhow::Result<Fabric> {
 }
 
 async fn serve_in_runtime<C: Control>(
-    setup: Setup,
+    mut setup: Setup,
     begin: impl FnOnce() -> anyhow::Result<C>,
 ) -> anyhow::Result<bool> {
+    transparent::leave_out_own_addresses(&mut setup.config).await?;
     let fabric = open(&setup)?;
     let Setup { values, config, listen, .. } = &setup;
     let rdma = rdma_policy(values);
@@ -220,11 +240,15 @@ async fn serve_in_runtime<C: Control>(
     let listeners = listeners.collect::<anyhow::Result<Vec<Listener>>>()?;
     let handle = agent.handle();
     let mut redirecting = transparent::redirect(&agent, &mut programs, config).await?;
+    let redirection = Arc::new(RedirectionState::default());
     let admin = admin::start(values, || {
-        let (fabric, agent) = (fabric.clone(), handle.clone());
-        Arc::new(AgentAdmin { fabric, agent, engine: setup.engine.clone() })
+        let (fabric, agent, engine) = (fabric.clone(), handle.clone(), setup.engine.clone());
+        Arc::new(AgentAdmin { fabric, agent, engine, redirection: Arc::clone(&redirection) })
     })?;
     let mut control = begin()?;
+    if let Some(free) = free_descriptors() {
+        handle.limit_descriptors(free);
+    }
     report::listening(&setup, &listeners, admin.as_ref().map(AdminServer::address));
     report::warn_of_clear_text(values, config, rdma);
     let (stop, stop_requested) = oneshot::channel::<()>();
@@ -243,7 +267,9 @@ async fn serve_in_runtime<C: Control>(
                     Request::Drain => break,
                     Request::End => return,
                 },
-                never = transparent::keep(&mut redirecting) => match never {},
+                never = transparent::keep(&mut redirecting, &handle, &redirection) => {
+                    match never {}
+                }
             }
         }
         tracing::info!("accepting nothing new; a second signal resets connections");

@@ -9,12 +9,21 @@ mod metrics {
     pub(crate) mod harness;
 }
 
-use std::io::{ErrorKind, Read as _};
-use std::net::TcpStream;
+use std::fs;
+use std::io::{self, ErrorKind, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::{PermissionsExt as _, chown};
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
-use agent::harness::{Group, PASSWORD, sum};
+use agent::harness::{EngineProgram, Group, NETWORK_ADMIN, PASSWORD, strings, sum};
 use agent::wire;
 use ferrite_testkit::netns::Hosts;
+use ferrite_testkit::process::{is_alive, signal};
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::{TIMEOUT, TempDir, until};
+use metrics::harness::Running;
 
 const AUTH: [&str; 4] = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
 /// All hosts of the network are peers.
@@ -68,4 +77,367 @@ fn direct_connections_that_come_back_are_refused() {
     assert!(descriptors(&group, 1) <= before + 5, "{before} {}", descriptors(&group, 1));
     wire::nft(&group.hosts, 1, "delete table ip marks");
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+}
+
+/// Accepts connections to an address of a host. Closes each when its program does, as an engine
+/// would: the other direction of a connection that is closed in one direction may stay open.
+fn accept_all(hosts: &Hosts, host: usize, at: (&str, u16)) {
+    let listener = hosts.within(host, || TcpListener::bind(at).expect("listen"));
+    std::thread::spawn(move || {
+        for mut socket in listener.incoming().map_while(Result::ok) {
+            std::thread::spawn(move || {
+                let _ = socket.write_all(b"+PONG\r\n"); // the agent may have reset it
+                let _ = io::copy(&mut socket, &mut io::sink());
+            });
+        }
+    });
+}
+
+/// Returns whether [`accept_all`] has accepted a connection, which is not reset.
+fn is_carried(socket: &mut TcpStream) -> bool {
+    socket.read_exact(&mut [0; 7]).is_ok()
+}
+
+#[test]
+fn direct_connections_leave_descriptors_for_links_bus_and_admin_port() {
+    let Some(hosts) = hosts(3) else { return };
+    let limited = [&["prlimit", "--nofile=300:300"], NETWORK_ADMIN].concat();
+    let group =
+        Group::start_transparent_as(hosts, 2, NETWORK, strings(&limited), EngineProgram::redis());
+    for (host, port) in [(3, 7001), (3, 17001), (2, 7001), (2, 17001)] {
+        accept_all(&group.hosts, host, ("0.0.0.0", port));
+    }
+    let mut open: Vec<_> = (0..300).map(|_| group.connect(1, 3, 7001)).collect();
+    let carried = open.iter_mut().filter_map(|socket| is_carried(socket).then_some(())).count();
+    assert!((30..150).contains(&carried), "{carried} connections");
+    assert_eq!(refused(&group, 1, "descriptors"), (300 - carried) as f64);
+    assert_eq!(group.get(1, "/ready").0, 200);
+    for (host, port) in [(2, 17001), (3, 17001), (2, 7001)] {
+        assert!(is_carried(&mut group.connect(1, host, port)), "{host}:{port}");
+    }
+    // Connections over links do not use up the descriptors of the bus, either.
+    let mut streams: Vec<_> = (0..300).map(|_| group.connect(1, 2, 7001)).collect();
+    let carried = streams.iter_mut().filter_map(|socket| is_carried(socket).then_some(())).count();
+    assert!((30..200).contains(&carried), "{carried} connections");
+    assert_eq!(group.get(1, "/ready").0, 200);
+    for host in [2, 3] {
+        assert!(is_carried(&mut group.connect(1, host, 17001)), "the bus of host {host}");
+    }
+    drop((open, streams));
+    until(TIMEOUT, "descriptors", || is_carried(&mut group.connect(1, 3, 7001)));
+}
+
+/// Returns the process that owns the rules of an agent.
+fn owner_of_rules(group: &Group, host: usize) -> Option<u32> {
+    let agent = group.agent(host).process.0.id();
+    let path = format!("/proc/{agent}/task/{agent}/children");
+    let children = fs::read_to_string(path).expect("children");
+    let mut children = children.split_whitespace().map(|pid| pid.parse().expect("a number"));
+    let name = |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm"));
+    children.find(|pid| name(*pid).is_ok_and(|name| name.trim() == "nft"))
+}
+
+/// A directory whose programs come first in the PATH of an agent.
+struct Programs(TempDir);
+
+impl Programs {
+    fn new() -> Self {
+        Self(TempDir::new("programs"))
+    }
+
+    /// Adds a program that runs these commands of a shell, and then the program of this name.
+    fn add(&self, name: &str, commands: &str) {
+        let text = format!(
+            "#!/bin/sh\n{commands}\n\
+             PATH=$PATH:/usr/sbin:/sbin; PATH=${{PATH#*:}}; exec {name} \"$@\"\n"
+        );
+        let program = self.0.file(name, text);
+        fs::set_permissions(program, fs::Permissions::from_mode(0o755)).expect("permissions");
+    }
+
+    /// Adds a program that fails while there is a file, which this returns.
+    fn add_breakable(&self, name: &str) -> PathBuf {
+        let broken = self.0.join("broken");
+        let file = broken.display();
+        let fail = format!("if [ -e {file} ]; then echo 'this {name} is broken' >&2; exit 1; fi");
+        self.add(name, &fail);
+        broken
+    }
+
+    /// Returns the words before the command line of an agent, which uses the programs.
+    fn user(&self) -> Vec<String> {
+        let path = format!("PATH={}:/usr/sbin:/usr/bin:/sbin:/bin", self.0.path().display());
+        strings(&[NETWORK_ADMIN, &["env", &path]].concat())
+    }
+}
+
+#[test]
+fn agent_is_not_ready_while_the_rules_cannot_be_set() {
+    let Some(hosts) = hosts(1) else { return };
+    let programs = Programs::new();
+    let broken = programs.add_breakable("nft");
+    let group =
+        Group::start_transparent_as(hosts, 1, NETWORK, programs.user(), EngineProgram::redis());
+    assert_eq!(group.get(1, "/ready").0, 200);
+    fs::write(&broken, "").expect("written");
+    signal("KILL", owner_of_rules(&group, 1).expect("nft"));
+    until(TIMEOUT, "an agent that is not ready", || {
+        let (status, body) = group.get(1, "/ready");
+        assert!(status == 200 || body.contains("not redirected"), "{status} {body}");
+        status == 503 && body.contains("this nft is broken")
+    });
+    // Another agent may redirect the connections meanwhile, and the first one then must not.
+    let second = start_second(&group, &second_options("7001", "10.77.0.0/24"));
+    fs::remove_file(&broken).expect("removed");
+    let expected = format!("process {} already redirects", second.process.0.id());
+    until(TIMEOUT, "an agent that gives way", || {
+        let (status, body) = group.get(1, "/ready");
+        assert_eq!(status, 503, "{body}");
+        body.contains(&expected)
+    });
+    drop(second);
+    until(TIMEOUT, "an agent that is ready", || group.get(1, "/ready").0 == 200);
+    assert!(wire::nft(&group.hosts, 1, "list ruleset").contains("redirect to"));
+}
+
+/// Runs `ip` on host 1. Returns what it prints.
+fn ip(hosts: &Hosts, words: &[&str]) -> String {
+    let output = hosts.within(1, || Command::new("ip").args(words).output().expect("ip"));
+    assert!(output.status.success(), "ip {words:?}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn settings_of_the_host_that_somebody_removes_are_made_again() {
+    let Some(hosts) = hosts(1) else { return };
+    let programs = Programs::new();
+    let broken = programs.add_breakable("ip");
+    let group =
+        Group::start_transparent_as(hosts, 1, NETWORK, programs.user(), EngineProgram::redis());
+    fs::write(&broken, "").expect("written");
+    ip(&group.hosts, &["rule", "del", "fwmark", "0xfe1"]);
+    until(TIMEOUT, "an agent that is not ready", || {
+        let (status, body) = group.get(1, "/ready");
+        let is_named = body.contains("cannot be delivered") && body.contains("this ip is broken");
+        assert!(status == 200 || is_named, "{status} {body}");
+        status == 503
+    });
+    fs::remove_file(&broken).expect("removed");
+    until(TIMEOUT, "an agent that is ready", || group.get(1, "/ready").0 == 200);
+    assert!(ip(&group.hosts, &["rule"]).contains("fwmark 0xfe1"));
+    let setting = "/proc/sys/net/ipv4/tcp_fwmark_accept";
+    group.hosts.within(1, || fs::write(setting, "0").expect("written"));
+    ip(&group.hosts, &["route", "flush", "table", "4065"]);
+    until(TIMEOUT, "the route and the setting", || {
+        let all = ip(&group.hosts, &["route", "show", "table", "all"]);
+        let value = group.hosts.within(1, || fs::read_to_string(setting).expect("a setting"));
+        all.lines().any(|line| line.contains("table 4065")) && value.trim() == "1"
+    });
+    assert_eq!(group.get(1, "/ready").0, 200);
+}
+
+/// Returns the options of a second agent of host 1.
+fn second_options(ports: &'static str, peers: &'static str) -> Vec<&'static str> {
+    let listen = ["--mode", "transparent", "--listen", "10.77.0.1:7471", "--rdma", "forbid"];
+    let more = ["--allow-unauthenticated-peers", "yes", "--ports", ports, "--peer", peers];
+    [listen, more].concat()
+}
+
+/// Starts a second agent on host 1, and waits until it redirects connections.
+fn start_second(group: &Group, options: &[&str]) -> Running {
+    group.hosts.within(1, || {
+        let agent = Running::command(&[&["agent"], options].concat());
+        let mut command = Command::new(NETWORK_ADMIN[0]);
+        command.args(&NETWORK_ADMIN[1..]).arg(agent.get_program()).args(agent.get_args());
+        Running::spawn(&mut command)
+    })
+}
+
+/// Runs a second agent on host 1, which must fail to start.
+fn fails_to_start(hosts: &Hosts, user: &[String], options: &[&str]) -> String {
+    let Output { status, stderr, .. } = hosts.within(1, || {
+        let mut command = Command::new("timeout");
+        command.arg("20").args(user).arg(env!("CARGO_BIN_EXE_ferrite")).arg("agent");
+        command.args(options).output().expect("ferrite starts")
+    });
+    let error = String::from_utf8_lossy(&stderr).into_owned();
+    assert_eq!(status.code(), Some(1), "{options:?}: {error}");
+    error
+}
+
+#[test]
+fn second_agent_does_not_take_the_connections_of_the_first() {
+    let Some(hosts) = hosts(2) else { return };
+    let mut group = Group::start_transparent(hosts, 1, NETWORK);
+    let first = format!("process {} already redirects", group.agent(1).process.0.id());
+    for (ports, peers) in [("7002-7003", "10.77.0.2"), ("6379,26379", "10.0.0.0/8")] {
+        let options = second_options(ports, peers);
+        let error = fails_to_start(&group.hosts, &strings(NETWORK_ADMIN), &options);
+        assert!(error.contains(&first), "{ports} {peers}: {error}");
+    }
+    for (ports, peers) in [("7003-7009", "10.77.0.0/24"), ("7001", "10.78.0.0/16")] {
+        drop(start_second(&group, &second_options(ports, peers)));
+    }
+    // The rules of an agent that was killed stay for a moment.
+    signal("KILL", group.agents.remove(0).process.0.id());
+    let second = start_second(&group, &second_options("7001", "10.77.0.0/24"));
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+    group.agents.push(second);
+    assert!(direct(&group, 1) == 1.0);
+}
+
+/// Of two agents that start at the same moment, neither sees the rules of the other before it sets
+/// its own. Here nft hides the rules of the first agent from the second one until then.
+#[test]
+fn agent_that_has_set_its_rules_later_gives_way() {
+    let Some(hosts) = hosts(2) else { return };
+    let group = Group::start_transparent(hosts, 1, NETWORK);
+    let programs = Programs::new();
+    chown(programs.0.path(), Some(65_534), Some(65_534)).expect("another owner");
+    let marker = programs.0.join("rules");
+    let hide = format!(
+        "case \"$1 $2\" in '-i ') : > {0} ;; 'list tables') [ -e {0} ] || exit 0 ;; esac",
+        marker.display()
+    );
+    programs.add("nft", &hide);
+    let options = second_options("7001", "10.77.0.0/24");
+    let error = fails_to_start(&group.hosts, &programs.user(), &options);
+    let first = format!("process {} already redirects", group.agent(1).process.0.id());
+    assert!(marker.exists() && error.contains(&first), "{error}");
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+    assert!(direct(&group, 1) == 1.0, "the first agent has the connection");
+}
+
+/// An address that moves between hosts is in the list of peers, and this host has it now.
+#[test]
+fn other_addresses_of_this_host_may_be_in_the_list_of_peers() {
+    let Some(hosts) = hosts(2) else { return };
+    ip(&hosts, &["addr", "add", "10.77.0.100/32", "dev", "eth0"]);
+    let options = [&["--peer", "10.77.0.100"], NETWORK].concat();
+    let group = Group::start_transparent(hosts, 1, &options);
+    assert_eq!(group.get(1, "/ready").0, 200, "no link to this host is needed");
+    let _engines = [1, 2].map(|host| group.start_engine(host, 7001, &AUTH));
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+    assert!(direct(&group, 1) == 1.0);
+    let mut own = group.hosts.within(1, || Client::to_tcp(("10.77.0.100", 7001)));
+    own.ok(&["AUTH", PASSWORD]);
+    assert!(direct(&group, 1) == 1.0, "not redirected");
+}
+
+#[test]
+fn agent_writes_nothing_into_its_home() {
+    let Some(hosts) = hosts(1) else { return };
+    let home = TempDir::new("home");
+    chown(home.path(), Some(65_534), Some(65_534)).expect("another owner");
+    let path = home.path().display().to_string();
+    let variable = format!("HOME={path}");
+    let user = [NETWORK_ADMIN, &["env", "-C", &path, &variable]].concat();
+    let mut group =
+        Group::start_transparent_as(hosts, 1, NETWORK, strings(&user), EngineProgram::redis());
+    let nft = owner_of_rules(&group, 1).expect("nft");
+    drop(group.agents.remove(0));
+    until(TIMEOUT, "the end of nft", || !is_alive(nft));
+    let files: Vec<_> = fs::read_dir(home.path()).expect("a directory").flatten().collect();
+    assert!(files.is_empty(), "{files:?}");
+}
+
+/// The agent starts without the address of a peer, and looks for it again.
+#[test]
+fn name_of_a_peer_may_be_unknown_at_the_start() {
+    let Some(hosts) = hosts(2) else { return };
+    let names = TempDir::new("names");
+    let file = names.file("hosts", "127.0.0.1 localhost\n");
+    // No server of names answers in the namespace, which the agent notices at once.
+    let servers = names.file("resolv.conf", "nameserver 127.0.0.1\n");
+    let mount = format!(
+        "mount --bind {} /etc/hosts && mount --bind {} /etc/resolv.conf && exec \"$0\" \"$@\"",
+        file.display(),
+        servers.display()
+    );
+    let start = |host: usize, peer: &str| {
+        let (listen, alias) = (hosts.ip(host), format!("127.1.0.{host}"));
+        let words = ["agent", "--alias", &alias, "--listen", &listen, "--peer", peer];
+        let more = ["--ports", "7001", "--rdma", "forbid", "--allow-unauthenticated-peers", "yes"];
+        // `accept_all` knows no passwords.
+        let more = [&more[..], &["--protected-mode", "no"]].concat();
+        let agent = Running::command(&[&words[..], &more].concat());
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", &mount]).arg(agent.get_program()).args(agent.get_args());
+        hosts.within(host, || Running::spawn(&mut command))
+    };
+    let agents = [start(1, "127.1.0.2=host2.test"), start(2, "127.1.0.1=10.77.0.1")];
+    let ready = || hosts.within(1, || agents[0].get("/ready"));
+    until(TIMEOUT, "an unknown name", || {
+        let (status, body) = ready();
+        assert_eq!(status, 503, "{body}");
+        body.contains("127.1.0.2 (host2.test:7470)") && body.contains("cannot resolve host2.test")
+    });
+    fs::write(&file, "10.77.0.2 host2.test\n").expect("written");
+    // Links of the peer are accepted, too, now that its address is known.
+    until(TIMEOUT, "links", || {
+        ready().0 == 200 && hosts.within(2, || agents[1].get("/ready").0 == 200)
+    });
+    accept_all(&hosts, 2, ("127.1.0.2", 7001));
+    let mut program = hosts.within(1, || TcpStream::connect(("127.1.0.2", 7001)).expect("agent"));
+    program.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+    assert!(is_carried(&mut program));
+    drop(agents);
+}
+
+/// Drops all packets between the hosts, until [`reconnect`].
+fn disconnect(group: &Group) {
+    for host in 1..=group.hosts.count() {
+        // Drops packets that arrive, because the kernel reports those that it may not send.
+        let rule = "add table ip cut; \
+                    add chain ip cut in { type filter hook input priority 0; }; \
+                    add rule ip cut in iifname eth0 drop";
+        wire::nft(&group.hosts, host, rule);
+    }
+}
+
+fn reconnect(group: &Group) {
+    for host in 1..=group.hosts.count() {
+        wire::nft(&group.hosts, host, "delete table ip cut");
+    }
+}
+
+fn is_answered(mut program: &TcpStream) -> bool {
+    program.read(&mut [0; 64]).is_ok_and(|bytes| bytes > 0)
+}
+
+/// The network is interrupted for longer than an agent may be silent that can be reached.
+#[test]
+fn connections_survive_an_interruption_of_the_network() {
+    let Some(hosts) = hosts(2) else { return };
+    let group = Group::start_transparent(hosts, 2, NETWORK);
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    let mut program = group.connect(1, 2, 7001);
+    program.write_all(b"PING\r\n").expect("sent");
+    assert!(is_answered(&program));
+    disconnect(&group);
+    program.write_all(b"PING\r\n").expect("sent");
+    std::thread::sleep(Duration::from_secs(5));
+    reconnect(&group);
+    assert!(is_answered(&program), "the connection was reset");
+    assert!(direct(&group, 1) == 0.0);
+    for host in [1, 2] {
+        assert!(sum(&group.scrape(host), "agent_links_lost_total", "") == 0.0, "host {host}");
+    }
+}
+
+/// A host that is gone is noticed before engines would notice it (`cluster-node-timeout`).
+#[test]
+fn connections_to_a_host_that_is_gone_are_reset() {
+    let Some(hosts) = hosts(2) else { return };
+    let group = Group::start_transparent(hosts, 2, NETWORK);
+    let _engine = group.start_engine(2, 7001, &AUTH);
+    let mut program = group.connect(1, 2, 7001);
+    program.write_all(b"PING\r\n").expect("sent");
+    assert!(is_answered(&program));
+    disconnect(&group);
+    let begun = Instant::now();
+    assert!(is_reset(&mut program));
+    assert!((8..18).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
 }

@@ -51,7 +51,7 @@ mod tcp;
 mod upgrade;
 
 pub(crate) use body::Body;
-pub(crate) use liveness::{Look, Silence};
+pub(crate) use liveness::{Look, PeerTimeouts, Silence};
 pub(crate) use migration::ActiveTransport;
 pub(crate) use receiving::protocol;
 pub(crate) use redial::Redial;
@@ -63,7 +63,7 @@ pub(crate) use upgrade::Step;
 
 use std::sync::Arc;
 use std::task::{Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::inbox::{Arrived, Inbox, Limits};
 use super::keepalive::Keepalive;
@@ -101,7 +101,7 @@ pub(crate) struct OwnLimits {
     pub(crate) queue_messages: usize,
     pub(crate) queue_bytes: u64,
     pub(crate) keepalive: Keepalive,
-    pub(crate) peer_timeout: Duration,
+    pub(crate) timeouts: PeerTimeouts,
     pub(crate) latencies: Arc<Latencies>,
     pub(crate) clock: quanta::Clock,
 }
@@ -143,7 +143,7 @@ impl LinkCore {
             credits: Credits::new(hello.window, hello.window),
             closing: Closing::default(),
             grants: Grants::default(),
-            liveness: Liveness::new(limits.keepalive.clone(), limits.peer_timeout, now),
+            liveness: Liveness::new(limits.keepalive.clone(), limits.timeouts, now),
             migration: Migration::new(transport),
             upgrade: Upgrade::default(),
             outbox: Outbox::default(),
@@ -345,30 +345,6 @@ impl LinkCore {
 
     pub(crate) fn wake_on_end(&mut self, waker: &Waker) {
         keep(&mut self.waiters.end, waker);
-    }
-
-    /// Returns whether the peer has not answered a keepalive in time.
-    pub(crate) fn is_overdue(&self, now: Instant) -> bool {
-        self.liveness.is_overdue(now)
-    }
-
-    /// Checks the timers. Queues a keepalive if the peer was silent for too long. Returns `None` if
-    /// the link is not up.
-    ///
-    /// # Errors
-    /// The peer has not answered a keepalive in time.
-    pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<Look>, Silence> {
-        if !self.is_up() {
-            return Ok(None);
-        }
-        if self.migration.transport == ActiveTransport::Migrating {
-            return Ok(Some(self.liveness.wait_for_path(now)));
-        }
-        let look = self.liveness.look(now, self.migration.is_caller)?;
-        if let Look::Ask(_) = look {
-            self.outbox.controls.push_back(Control::Ping(self.credits.sent()));
-        }
-        Ok(Some(look))
     }
 
     /// Returns whether the driver must call [`LinkCore::begin_probing`]. Returns true only once.

@@ -156,7 +156,10 @@ impl LinkState {
         if self.raw.is_some() {
             return Ok(None);
         }
-        Ok(self.core.on_timer(now)?.map(|look| match look {
+        let Self { core, tcp, .. } = self;
+        let tcp = tcp.as_ref().filter(|_| core.transport() == ActiveTransport::Tcp);
+        let kernel_heard = || now.checked_sub(tcp?.since_acknowledged()?);
+        Ok(core.on_timer(now, kernel_heard)?.map(|look| match look {
             Look::Well(at) => (at, true),
             Look::Ask(at) | Look::Asked(at) => (at, false),
         }))

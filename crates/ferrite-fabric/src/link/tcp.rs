@@ -5,6 +5,7 @@
 //! the kernel accepts more. The fabric also reads. Without TLS, a stream's reader can read large
 //! payloads from the kernel straight into its own buffer.
 
+mod info;
 mod reading;
 
 use std::collections::VecDeque;

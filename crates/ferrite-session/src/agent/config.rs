@@ -1,5 +1,6 @@
 //! The settings of an agent.
 
+use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
@@ -50,6 +51,17 @@ pub struct Transparent {
     pub redirected: PortSet,
     /// The port at which the agents of these hosts listen.
     pub port: u16,
+    /// The addresses of this host (default: none but [`AgentConfig::alias`]). The networks may have
+    /// them, but connections to them are not redirected.
+    pub local: Vec<Network>,
+}
+
+impl Transparent {
+    /// Returns the settings of a host with a single address.
+    #[must_use]
+    pub fn new(networks: Vec<Network>, redirected: PortSet, port: u16) -> Self {
+        Self { networks, redirected, port, local: Vec::new() }
+    }
 }
 
 /// A host of the group.
@@ -58,7 +70,7 @@ pub struct AgentPeer {
     /// The host's alias.
     pub alias: Ipv4Addr,
     /// The address of its agent.
-    pub address: SocketAddr,
+    pub address: PeerAddress,
     /// With TLS: the address or the name that the certificate of its agent must have.
     pub name: ServerName<'static>,
 }
@@ -67,7 +79,52 @@ impl AgentPeer {
     /// Returns a host whose certificate must have the address of its agent.
     #[must_use]
     pub fn new(alias: Ipv4Addr, address: SocketAddr) -> Self {
-        Self { alias, address, name: ServerName::from(address.ip().to_canonical()) }
+        let name = ServerName::from(address.ip().to_canonical());
+        Self { alias, address: address.into(), name }
+    }
+}
+
+/// The address of a peer's agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PeerAddress {
+    /// The address is known.
+    Known(SocketAddr),
+    /// A name whose address is not known yet, and the port. Before the agent opens a link, it looks
+    /// for the address.
+    Name(String, u16),
+}
+
+impl PeerAddress {
+    /// Returns the address if it is known.
+    #[must_use]
+    pub fn known(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Known(address) => Some(*address),
+            Self::Name(..) => None,
+        }
+    }
+
+    /// Returns the host without its port.
+    fn host(&self) -> String {
+        match self {
+            Self::Known(address) => address.ip().to_string(),
+            Self::Name(name, _) => name.clone(),
+        }
+    }
+}
+
+impl From<SocketAddr> for PeerAddress {
+    fn from(address: SocketAddr) -> Self {
+        Self::Known(address)
+    }
+}
+
+impl fmt::Display for PeerAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Known(address) => address.fmt(f),
+            Self::Name(name, port) => write!(f, "{name}:{port}"),
+        }
     }
 }
 
@@ -104,10 +161,10 @@ impl AgentConfig {
                     return Err(format!("peer {}: two peers have this alias", peer.alias));
                 }
                 // A peer that connects is recognised by its address.
-                if other.address.ip() == peer.address.ip() {
-                    let ip = peer.address.ip();
+                let host = peer.address.host();
+                if other.address.host() == host {
                     return Err(format!(
-                        "peers {} and {} are both at {ip}",
+                        "peers {} and {} are both at {host}",
                         other.alias, peer.alias
                     ));
                 }
@@ -147,8 +204,7 @@ mod tests {
     #[test]
     fn links_must_not_be_redirected() {
         let mut config = AgentConfig::new([10, 0, 0, 1].into());
-        config.transparent =
-            Some(Transparent { networks: Vec::new(), redirected: PortSet::default(), port: 7470 });
+        config.transparent = Some(Transparent::new(Vec::new(), PortSet::default(), 7470));
         assert!(config.check().expect_err("no ports").contains("ports: none"));
         config.ports = PortSet::parse(["7000-7500"]).expect("ports");
         assert!(config.check().expect_err("links").contains("7470 is the port of the agents"));

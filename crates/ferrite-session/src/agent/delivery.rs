@@ -38,7 +38,7 @@ pub(super) async fn deliver(
             let cause = match refused {
                 Refused::Forbidden(_) | Refused::ProtectedMode => Cause::FORBIDDEN,
                 Refused::Engine => Cause::REFUSED,
-                Refused::Unreachable => Cause::UNREACHABLE,
+                Refused::Unreachable | Refused::Descriptors => Cause::UNREACHABLE,
             };
             stream.refuse(cause);
             warn(&peer, &route, refused, &why);
@@ -47,11 +47,13 @@ pub(super) async fn deliver(
 }
 
 fn warn(peer: &Peer, Route { destination, source }: &Route, refused: Refused, why: &str) {
-    // Two limits, so that many lines about stopped engines, which are common, do not suppress the
-    // lines about forbidden streams.
+    // Several limits, so that many lines about stopped engines, which are common, do not suppress
+    // the lines about forbidden streams.
     static FORBIDDEN: LogLimit = LogLimit::new();
     static UNAVAILABLE: LogLimit = LogLimit::new();
+    static DESCRIPTORS: LogLimit = LogLimit::new();
     let limit = match refused {
+        Refused::Descriptors => &DESCRIPTORS,
         Refused::Forbidden(_) | Refused::ProtectedMode => &FORBIDDEN,
         Refused::Engine | Refused::Unreachable => &UNAVAILABLE,
     };
@@ -71,6 +73,11 @@ async fn connect(
     let checked = shared.admission.check(peer.alias, route);
     checked.map_err(|forbidden| (Refused::Forbidden(forbidden), forbidden.to_string()))?;
     check_password(shared, route.destination.port()).await?;
+    let taken = shared.descriptors.take(class).ok_or_else(|| {
+        let why = "connections have taken all descriptors that are not reserved; raise the limit \
+                   of open files (LimitNOFILE)";
+        (Refused::Descriptors, why.to_owned())
+    })?;
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::ConnectionRefused => (Refused::Engine, error.to_string()),
         _ => (Refused::Unreachable, error.to_string()),
@@ -82,7 +89,7 @@ async fn connect(
     if is_port_changed {
         add(&shared.counters.ports_changed, 1);
     }
-    Ok(LocalSocket::new(socket).metered(Meter::begin(&peer.counters, class)))
+    Ok(LocalSocket::new(socket).holding(taken).metered(Meter::begin(&peer.counters, class)))
 }
 
 /// Applies protected mode to a port: refuses streams to an engine that requires no password.

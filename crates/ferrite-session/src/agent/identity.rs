@@ -72,7 +72,7 @@ const NAMES_SHOWN: usize = 8;
 pub(super) fn find<'a, T>(
     certificate: Option<&CertificateDer<'_>>,
     from: Option<IpAddr>,
-    peers: impl Iterator<Item = (&'a ServerName<'static>, IpAddr, T)>,
+    peers: impl Iterator<Item = (&'a ServerName<'static>, Option<IpAddr>, T)>,
 ) -> Result<T, String> {
     let unusable = |error: TlsError| format!("the certificate cannot be used: {error}");
     let certificate = certificate.ok_or("there is no certificate")?;
@@ -80,7 +80,7 @@ pub(super) fn find<'a, T>(
     let is_named = |name: &ServerName<'_>| verify_server_name(&certificate, name).is_ok();
     let named: Vec<_> = peers.filter(|(name, ..)| is_named(name)).collect();
     let count = named.len();
-    let peer = named.into_iter().find(|(_, ip, _)| count == 1 || Some(*ip) == from);
+    let peer = named.into_iter().find(|(_, ip, _)| count == 1 || (ip.is_some() && *ip == from));
     match peer {
         Some((.., peer)) => Ok(peer),
         None if count > 0 => Err(format!(
@@ -134,7 +134,7 @@ mod tests {
             ("d.hosts.example", "10.0.0.4"),
         ];
         let names = peers.map(|(it, at)| (name(it), ip(at)));
-        let peers = names.iter().zip(2..).map(|((name, ip), host)| (name, *ip, host));
+        let peers = names.iter().zip(2..).map(|((name, ip), host)| (name, Some(*ip), host));
         find(certificate, Some(ip(from)), peers)
     }
 

@@ -1,5 +1,6 @@
 //! Links to peers: connects and accepts them, and runs each until it ends.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
@@ -12,12 +13,14 @@ use ferrite_fabric::{
     ConnectOptions, Error, Link, LinkRequest, Listener, LogLimit, Rdma, Transport,
 };
 use ferrite_proto::mux::{Config, Side};
+use tokio::net::lookup_host;
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout, timeout_at};
 
+use super::config::PeerAddress;
 use super::delivery::deliver;
 use super::peer::{Handle, Peer, Way};
-use super::peer_links::LinkId;
+use super::peer_links::{FIRST_PAUSE, LinkId};
 use super::stats::{LinkRefused, add};
 use super::{Shared, Task, identity};
 use crate::mux::{Multiplexer, MuxFailure, multiplex};
@@ -77,10 +80,42 @@ async fn connect(shared: Arc<Shared>, peer: Arc<Peer>) {
         Some(tls) => tls.connect(options, peer.name.clone()),
         None => options,
     };
-    match shared.fabric.connect_with(peer.address, &options).await {
+    let address = match address_of(&shared, &peer).await {
+        Ok(address) => address,
+        Err(why) => return note_failure(&peer, &why),
+    };
+    match shared.fabric.connect_with(address, &options).await {
         Ok(link) => run(shared, peer, link, Side::Caller).await,
         Err(error) => note_failure(&peer, &error.to_string()),
     }
+}
+
+/// Looks for the address of a peer until it is known. Without it, the peer's links are not accepted
+/// if there is no TLS, even if no program of this host connects to the peer.
+pub(super) async fn find_address(shared: Arc<Shared>, peer: Arc<Peer>) {
+    while peer.address().known().is_none() {
+        sleep(FIRST_PAUSE).await;
+        let _ = link_to(&shared, &peer).await;
+    }
+}
+
+/// Returns the address of a peer. Looks for it if only its name is known.
+async fn address_of(shared: &Shared, peer: &Peer) -> Result<SocketAddr, String> {
+    let (name, port) = match peer.address() {
+        PeerAddress::Known(address) => return Ok(address),
+        PeerAddress::Name(name, port) => (name, port),
+    };
+    let failed = |why: &dyn fmt::Display| format!("cannot resolve {name}: {why}");
+    let found = lookup_host((name.as_str(), port)).await.map_err(|error| failed(&error))?;
+    // Prefers IPv4 for the same reason as the settings do.
+    let address = found.min_by_key(SocketAddr::is_ipv6).ok_or_else(|| failed(&"no address"))?;
+    // A peer without TLS is recognised by its address.
+    if let Some(other) = shared.peers.at(address.ip()) {
+        return Err(format!("{name} has the address of another peer, {other}"));
+    }
+    peer.set_address(address);
+    tracing::info!("the address of {name} is {address}");
+    Ok(address)
 }
 
 fn note_failure(peer: &Peer, why: &str) {
@@ -165,7 +200,7 @@ fn identify(
         return at_address.ok_or_else(|| (LinkRefused::Address, why()));
     }
     let peers = shared.peers.all();
-    let peers = peers.iter().map(|peer| (&peer.name, peer.address.ip(), Arc::clone(peer)));
+    let peers = peers.iter().map(|peer| (&peer.name, peer.ip(), Arc::clone(peer)));
     identity::find(certificates.first(), ip, peers)
         .map_err(|why| (LinkRefused::Certificate, if has_no_room() { no_room() } else { why }))
 }

@@ -37,7 +37,9 @@ pub(super) async fn accept(shared: Arc<Shared>, peer: Arc<Peer>, listener: TcpLi
                 // its alias.
                 let source = SocketAddr::from((shared.admission.alias, from.port()));
                 let route = Route { destination, source };
-                shared.spawn(carry(shared_too, peer, LocalSocket::new(socket), route));
+                if let Some(socket) = admit(&shared, LocalSocket::new(socket), destination) {
+                    shared.spawn(carry(shared_too, peer, socket, route));
+                }
             }
             Err(error) => pause_after(&error, destination).await,
         }
@@ -53,6 +55,39 @@ pub(super) async fn pause_after(error: &io::Error, at: SocketAddr) {
     sleep(ACCEPT_PAUSE).await;
 }
 
+/// Returns a program's connection. Refuses it if there are too few descriptors.
+pub(super) fn admit(
+    shared: &Shared,
+    socket: LocalSocket,
+    destination: SocketAddr,
+) -> Option<LocalSocket> {
+    let taken = shared.descriptors.take(class_of(shared, destination));
+    if taken.is_none() {
+        static LINES: LogLimit = LogLimit::new();
+        refuse_for_descriptors(shared, &LINES, "a connection", destination);
+    }
+    Some(socket.holding(taken?))
+}
+
+fn refuse_for_descriptors(shared: &Shared, lines: &LogLimit, what: &str, to: SocketAddr) {
+    add(&shared.counters.no_descriptors, 1);
+    if let Some(others) = lines.pass() {
+        tracing::warn!(
+            "refused {what} to {to}: connections have taken all descriptors that are not reserved \
+             for links, the cluster bus and the admin port; raise the limit of open files \
+             (LimitNOFILE){others}"
+        );
+    }
+}
+
+/// Returns the class of a connection to an address.
+fn class_of(shared: &Shared, destination: SocketAddr) -> Class {
+    match shared.ports.engine_of_bus(destination.port()) {
+        Some(_) => Class::Bus,
+        None => Class::Interactive,
+    }
+}
+
 /// Carries a connection to a peer.
 pub(super) async fn carry(
     shared: Arc<Shared>,
@@ -61,8 +96,7 @@ pub(super) async fn carry(
     route: Route,
 ) {
     let destination = route.destination;
-    let is_bus = shared.ports.engine_of_bus(destination.port()).is_some();
-    let class = if is_bus { Class::Bus } else { Class::Interactive };
+    let class = class_of(&shared, destination);
     for _ in 0..ATTEMPTS {
         let Some((id, handle)) = link_to(&shared, &peer).await else { break };
         let metered = socket.metered(Meter::begin(&peer.counters, class));
@@ -88,13 +122,15 @@ pub(super) async fn carry(
         match shared.is_transparent() {
             true => {
                 let connecting = connect_directly(&shared.own_addresses, route);
-                join_directly(&shared, socket, connecting).await;
+                join_directly(&shared, socket, destination, connecting).await;
             }
             false => {
                 // The engine on the peer's host sees the address of this host, not its alias.
-                let address = (peer.address.ip(), destination.port());
-                let connecting = async { Ok((TcpStream::connect(address).await?, ())) };
-                join_directly(&shared, socket, connecting).await;
+                let connecting = async {
+                    let ip = peer.ip().ok_or(io::ErrorKind::AddrNotAvailable)?;
+                    Ok((TcpStream::connect((ip, destination.port())).await?, ()))
+                };
+                join_directly(&shared, socket, destination, connecting).await;
             }
         }
     } else {
@@ -117,11 +153,16 @@ fn warn(peer: &Peer, destination: SocketAddr, why: &str) {
 pub(super) async fn join_directly<T>(
     shared: &Shared,
     mut socket: LocalSocket,
+    destination: SocketAddr,
     connecting: impl Future<Output = io::Result<(TcpStream, T)>>,
 ) {
+    let Some(taken) = shared.descriptors.take_for_direct(class_of(shared, destination)) else {
+        static LINES: LogLimit = LogLimit::new();
+        return refuse_for_descriptors(shared, &LINES, "a direct connection", destination);
+    };
     add(&shared.counters.direct, 1);
     if let Ok(Ok((engine, _kept))) = timeout(DIRECT_TIMEOUT, connecting).await {
-        let mut engine = LocalSocket::new(engine);
+        let mut engine = LocalSocket::new(engine).holding(taken);
         // After a failure, dropping both sockets resets them.
         let _ = copy_bidirectional(&mut socket, &mut engine).await;
     }

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::rustls::pki_types::ServerName;
@@ -12,7 +12,7 @@ use ferrite_fabric::{Link, LogLimit};
 use ferrite_proto::mux::Side;
 use tokio::sync::Notify;
 
-use super::config::AgentPeer;
+use super::config::{AgentPeer, PeerAddress};
 use super::peer_links::{LinkId, PeerLinks, Sharing, Step};
 use super::socket::LocalSocket;
 use super::stats::{AgentPeerStats, PeerCounters, add};
@@ -25,7 +25,7 @@ pub(super) type Handle = MuxHandle<LocalSocket>;
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) alias: Ipv4Addr,
-    pub(super) address: SocketAddr,
+    address: RwLock<PeerAddress>,
     /// With TLS: the address or the name that its certificate must have.
     pub(super) name: ServerName<'static>,
     pub(super) counters: Arc<PeerCounters>,
@@ -69,7 +69,7 @@ impl Peer {
         let links = PeerLinks::new(sharing);
         Self {
             alias: peer.alias,
-            address: peer.address,
+            address: RwLock::new(peer.address),
             name: peer.name,
             counters: Arc::default(),
             changed: Notify::new(),
@@ -81,6 +81,21 @@ impl Peer {
                 refused_at_ended_links: 0,
             }),
         }
+    }
+
+    /// Returns the address of the peer's agent.
+    pub(super) fn address(&self) -> PeerAddress {
+        self.address.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sets the address that the name of the peer stands for.
+    pub(super) fn set_address(&self, address: SocketAddr) {
+        *self.address.write().unwrap_or_else(PoisonError::into_inner) = address.into();
+    }
+
+    /// Returns the address of the peer's host, if it is known.
+    pub(super) fn ip(&self) -> Option<IpAddr> {
+        self.address().known().map(|address| address.ip())
     }
 
     /// Decides how a new stream gets to the peer.
@@ -181,7 +196,7 @@ impl Peer {
             let links: Vec<_> = state.live.values().map(|(link, _)| link.transport()).collect();
             (links, state.error.clone())
         };
-        AgentPeerStats { links, error, ..self.counters.stats(self.alias, self.address) }
+        AgentPeerStats { links, error, ..self.counters.stats(self.alias, self.address()) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -191,9 +206,10 @@ impl Peer {
 
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.address.ip() == self.alias {
-            true => write!(f, "{}", self.address), // transparent mode
-            false => write!(f, "{} ({})", self.alias, self.address),
+        let address = self.address();
+        match self.ip() == Some(self.alias.into()) {
+            true => write!(f, "{address}"), // transparent mode
+            false => write!(f, "{} ({address})", self.alias),
         }
     }
 }

@@ -57,8 +57,9 @@ impl Peers {
 
     /// Returns an address that a host of the group may have, in transparent mode.
     pub(super) fn any_address(&self) -> Option<Ipv4Addr> {
-        let Transparent { networks, .. } = self.transparent.as_ref()?;
-        let not_own = |ip: &Ipv4Addr| *ip != self.own;
+        let Transparent { networks, local, .. } = self.transparent.as_ref()?;
+        let is_local = |ip: Ipv4Addr| local.iter().any(|local| local.contains(ip));
+        let not_own = |ip: &Ipv4Addr| *ip != self.own && !is_local(*ip);
         networks.iter().find_map(|network| network.hosts().find(not_own))
     }
 
@@ -77,7 +78,7 @@ impl Peers {
     /// Returns the peer with this address. In transparent mode, makes a host of the networks a
     /// peer. Returns `None` for addresses that belong to no peer.
     pub(super) fn at(&self, ip: IpAddr) -> Option<Arc<Peer>> {
-        let find = |known: &[Arc<Peer>]| known.iter().find(|peer| peer.address.ip() == ip).cloned();
+        let find = |known: &[Arc<Peer>]| known.iter().find(|peer| peer.ip() == Some(ip)).cloned();
         if let Some(peer) = find(&self.known.read().unwrap_or_else(PoisonError::into_inner)) {
             return Some(peer);
         }
@@ -110,14 +111,14 @@ impl Peers {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         known.len() >= PEERS_MAX
             && self.host_of_networks(ip).is_some()
-            && !known.iter().any(|peer| peer.address.ip() == ip)
+            && !known.iter().any(|peer| peer.ip() == Some(ip))
     }
 
     /// Returns whether a host of the networks is no peer yet, and can become one.
     pub(super) fn may_add(&self, ip: IpAddr) -> bool {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         self.host_of_networks(ip).is_some()
-            && !known.iter().any(|peer| peer.address.ip() == ip)
+            && !known.iter().any(|peer| peer.ip() == Some(ip))
             && (known.len() < PEERS_MAX || self.oldest_unused(&known).is_some())
     }
 
@@ -155,8 +156,7 @@ mod tests {
     fn config(networks: &[&str]) -> AgentConfig {
         let mut config = AgentConfig::new([10, 0, 0, 1].into());
         let networks = networks.iter().filter_map(|text| network(text)).collect();
-        config.transparent =
-            Some(Transparent { networks, redirected: PortSet::default(), port: 7470 });
+        config.transparent = Some(Transparent::new(networks, PortSet::default(), 7470));
         let ip = Ipv4Addr::from([10, 9, 0, 1]);
         config.peers = vec![AgentPeer::new(ip, (ip, 7470).into())];
         config
@@ -166,7 +166,7 @@ mod tests {
     fn hosts_of_a_network_become_peers_once() {
         let peers = Peers::new(&config(&["10.0.0.0/24"]), None);
         let peer = peers.at([10, 0, 0, 2].into()).expect("a peer");
-        assert_eq!(peer.address.to_string(), "10.0.0.2:7470");
+        assert_eq!(peer.address().to_string(), "10.0.0.2:7470");
         assert!(Arc::ptr_eq(&peer, &peers.at([10, 0, 0, 2].into()).expect("a peer")));
         assert!(peers.at([10, 9, 0, 1].into()).is_some(), "one of the settings");
         assert!(peers.at([10, 0, 1, 2].into()).is_none(), "another network");
@@ -199,7 +199,7 @@ mod tests {
         assert!(!peers.has_no_room_for(ip(PEERS_MAX)));
         let all = peers.all();
         assert_eq!(all.len(), PEERS_MAX);
-        let has = |number: usize| all.iter().any(|peer| peer.address.ip() == ip(number));
+        let has = |number: usize| all.iter().any(|peer| peer.ip() == Some(ip(number)));
         assert_eq!([1, 2, 3].map(has), [true, false, true], "the first one had a link");
         assert_eq!(all[0].alias, Ipv4Addr::from([10, 9, 0, 1]), "one of the settings");
     }

@@ -9,6 +9,7 @@ use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
+use super::descriptors::Taken;
 use super::stats::Meter;
 use crate::mux::MuxSocket;
 use crate::tcp_keepalive::enable_tcp_keepalive;
@@ -26,6 +27,8 @@ pub(super) struct LocalSocket {
     /// Whether the direction to the program was ended.
     is_shut_down: bool,
     meter: Option<Meter>,
+    /// Declared after the socket, so that it is given back when the descriptor is closed.
+    taken: Option<Taken>,
 }
 
 impl LocalSocket {
@@ -33,7 +36,13 @@ impl LocalSocket {
         let _ = socket.set_nodelay(true); // a failure only makes the connection slower
         let _ = socket.set_zero_linger(); // fails only if the connection has failed
         enable_tcp_keepalive(&socket);
-        Self { socket, has_ended: false, is_shut_down: false, meter: None }
+        Self { socket, has_ended: false, is_shut_down: false, meter: None, taken: None }
+    }
+
+    /// Keeps what the connection has taken of the agent's descriptors until the socket is dropped.
+    pub(super) fn holding(mut self, taken: Taken) -> Self {
+        self.taken = Some(taken);
+        self
     }
 
     /// Counts the stream and its bytes from now on, until the socket is dropped.

@@ -1,6 +1,6 @@
 //! Counters of an agent, and the copies of them that a caller gets.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,6 +8,7 @@ use ferrite_fabric::Transport;
 use ferrite_proto::mux::Class;
 
 use super::admission::Forbidden;
+use super::config::PeerAddress;
 
 /// Why a peer's stream was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,10 +20,12 @@ pub(super) enum Refused {
     Engine,
     /// The engine did not answer in time, or its answer is not understood.
     Unreachable,
+    /// The agent has too few descriptors.
+    Descriptors,
 }
 
 impl Refused {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Forbidden(Forbidden::Source),
         Self::Forbidden(Forbidden::Destination),
         Self::Forbidden(Forbidden::Port),
@@ -30,6 +33,7 @@ impl Refused {
         Self::ProtectedMode,
         Self::Engine,
         Self::Unreachable,
+        Self::Descriptors,
     ];
 
     /// Returns the cause as one word, for metrics.
@@ -42,6 +46,7 @@ impl Refused {
             Self::ProtectedMode => "protected_mode",
             Self::Engine => "engine_refused",
             Self::Unreachable => "engine_unreachable",
+            Self::Descriptors => "descriptors",
         }
     }
 }
@@ -81,6 +86,8 @@ pub(super) struct Counters {
     pub(super) without_link: AtomicU64,
     /// Local connections that were reset because of a limit of the link.
     pub(super) beyond_limits: AtomicU64,
+    /// Local connections that were reset because the agent has too few descriptors.
+    pub(super) no_descriptors: AtomicU64,
     /// Connections to the agent's own listener that were reset: those that no rule has redirected,
     /// and the agent's own direct connections.
     pub(super) looped: AtomicU64,
@@ -167,6 +174,8 @@ pub struct AgentStats {
     pub without_link: u64,
     /// Local connections that were reset because the link had too many streams.
     pub beyond_limits: u64,
+    /// Local connections that were reset because the agent has too few descriptors.
+    pub no_descriptors: u64,
     /// Local connections that were reset because they were opened to the agent's own listener, not
     /// redirected to it, or were this agent's own direct connections. Carried on, they would have
     /// come back to this agent.
@@ -188,7 +197,7 @@ pub struct AgentPeerStats {
     /// The alias of the host.
     pub alias: Ipv4Addr,
     /// The address of its agent.
-    pub address: SocketAddr,
+    pub address: PeerAddress,
     /// The transports of the links to the peer. Usually there is one link with TLS. Without TLS,
     /// there are two, of which each side has opened one.
     pub links: Vec<Transport>,
@@ -222,6 +231,7 @@ impl Counters {
             refused: refused.map(|(cause, count)| (cause.label(), of(count))).collect(),
             without_link: of(&self.without_link),
             beyond_limits: of(&self.beyond_limits),
+            no_descriptors: of(&self.no_descriptors),
             looped: of(&self.looped),
             direct: of(&self.direct),
             ports_changed: of(&self.ports_changed),
@@ -236,7 +246,7 @@ impl Counters {
 
 impl PeerCounters {
     /// Returns the counters. The caller adds the links and the error.
-    pub(super) fn stats(&self, alias: Ipv4Addr, address: SocketAddr) -> AgentPeerStats {
+    pub(super) fn stats(&self, alias: Ipv4Addr, address: PeerAddress) -> AgentPeerStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let each = |counters: &[AtomicU64; 3]| counters.each_ref().map(of);
         AgentPeerStats {
@@ -258,6 +268,8 @@ impl PeerCounters {
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
+
     use super::*;
 
     #[test]
@@ -268,7 +280,7 @@ mod tests {
         }
         let stats = counters.stats();
         let counts: Vec<_> = stats.refused.iter().map(|(_, count)| *count).collect();
-        assert_eq!(counts, [1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(counts, [1, 2, 3, 4, 5, 6, 7, 8]);
         let labels: std::collections::BTreeSet<_> =
             stats.refused.iter().map(|(label, _)| *label).collect();
         assert_eq!(labels.len(), Refused::ALL.len());
@@ -290,7 +302,8 @@ mod tests {
         let meter = Meter::begin(&counters, Class::Bus);
         meter.add_to_peer(5);
         meter.add_from_peer(7);
-        let stats = || counters.stats([127, 1, 0, 2].into(), ([10, 0, 0, 2], 7470).into());
+        let address = SocketAddr::from(([10, 0, 0, 2], 7470));
+        let stats = || counters.stats([127, 1, 0, 2].into(), address.into());
         assert_eq!(stats().open, [1, 0, 0]);
         drop(meter);
         assert_eq!((stats().open, stats().bytes_to_peer, stats().bytes_from_peer), ([0; 3], 5, 7));

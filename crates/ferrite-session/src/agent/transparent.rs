@@ -13,11 +13,11 @@ use rustix::net::sockopt::ip_original_dst;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::local::{carry, join_directly, pause_after};
+use super::local::{admit, carry, join_directly, pause_after};
 use super::marks::{DELIVERY_MARK, DIRECT_MARK, connect_directly, delivery_socket, direct_socket};
 use super::socket::LocalSocket;
 use super::stats::add;
-use super::{Agent, LocalListeners, Shared, listen_at};
+use super::{Agent, AgentHandle, LocalListeners, Shared, listen_at};
 use crate::mux::MuxSocket as _;
 
 /// How long a check may take. It is a connection within this host.
@@ -70,7 +70,11 @@ fn carry_redirected(shared: &Arc<Shared>, own: SocketAddr, socket: TcpStream, so
         return;
     }
     match destination.filter(|destination| *destination != own) {
-        Some(destination) => begin(shared, socket, Route { destination, source }),
+        Some(destination) => {
+            if let Some(socket) = admit(shared, socket, destination) {
+                begin(shared, socket, Route { destination, source });
+            }
+        }
         None => refuse_own(shared, source),
     }
 }
@@ -89,7 +93,7 @@ fn begin(shared: &Arc<Shared>, socket: LocalSocket, route: Route) {
         Some(peer) => shared.spawn(carry(shared_too, peer, socket, route)),
         None if shared.config().direct => shared.spawn(async move {
             let connecting = connect_directly(&shared_too.own_addresses, route);
-            join_directly(&shared_too, socket, connecting).await;
+            join_directly(&shared_too, socket, route.destination, connecting).await;
         }),
         None => add(&shared.counters.without_link, 1),
     }
@@ -129,12 +133,6 @@ impl LocalListeners {
 }
 
 impl Agent {
-    /// Returns an address that a host of the group may have, in transparent mode.
-    #[must_use]
-    pub fn any_peer(&self) -> Option<Ipv4Addr> {
-        self.shared.peers.any_address()
-    }
-
     /// Checks that this process may mark sockets, and give them the addresses of other hosts.
     ///
     /// # Errors
@@ -142,35 +140,6 @@ impl Agent {
     pub fn check_privileges(&self) -> Result<(), String> {
         let sockets = direct_socket().and_then(|_| delivery_socket());
         sockets.map(drop).map_err(|error| format!("cannot mark sockets: {error}"))
-    }
-
-    /// Checks that an engine of this host can be reached from the address of another host. The
-    /// engine's answers, also a refusal, must stay on this host.
-    ///
-    /// # Errors
-    /// Returns what failed.
-    pub async fn check_delivery(&self) -> Result<(), String> {
-        let (own, foreign) = (self.shared.admission.alias, self.shared.peers.any_address());
-        let Some(foreign) = foreign else { return Ok(()) };
-        let connect = async |to: SocketAddr| {
-            let socket = delivery_socket()?;
-            socket.bind((foreign, 0).into())?;
-            let late = |_| Err(io::ErrorKind::TimedOut.into());
-            timeout(CHECK_TIMEOUT, socket.connect(to)).await.unwrap_or_else(late)
-        };
-        let failed = |error: io::Error| format!("from {foreign} to {own} on this host: {error}");
-        let engine = TcpListener::bind((own, 0)).await.map_err(failed)?;
-        let address = engine.local_addr().map_err(failed)?;
-        connect(address).await.map_err(failed)?;
-        drop(engine);
-        match connect(address).await {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
-            Err(error) => Err(format!(
-                "from {foreign} to {own} on this host: the refusal of a closed port does not \
-                 arrive: {error}"
-            )),
-            Ok(_) => Ok(()), // another program listens there now
-        }
     }
 
     /// Checks that the rules redirect a connection of a program, but no connection that has a mark.
@@ -220,6 +189,43 @@ impl Agent {
             original => {
                 Err(format!("a connection to {destination} arrives as one to {original:?}"))
             }
+        }
+    }
+}
+
+impl AgentHandle {
+    /// Returns an address that a host of the group may have, in transparent mode.
+    #[must_use]
+    pub fn any_peer(&self) -> Option<Ipv4Addr> {
+        self.shared.peers.any_address()
+    }
+
+    /// Checks that an engine of this host can be reached from the address of another host. The
+    /// engine's answers, also a refusal, must stay on this host.
+    ///
+    /// # Errors
+    /// Returns what failed.
+    pub async fn check_delivery(&self) -> Result<(), String> {
+        let (own, foreign) = (self.shared.admission.alias, self.shared.peers.any_address());
+        let Some(foreign) = foreign else { return Ok(()) };
+        let connect = async |to: SocketAddr| {
+            let socket = delivery_socket()?;
+            socket.bind((foreign, 0).into())?;
+            let late = |_| Err(io::ErrorKind::TimedOut.into());
+            timeout(CHECK_TIMEOUT, socket.connect(to)).await.unwrap_or_else(late)
+        };
+        let failed = |error: io::Error| format!("from {foreign} to {own} on this host: {error}");
+        let engine = TcpListener::bind((own, 0)).await.map_err(failed)?;
+        let address = engine.local_addr().map_err(failed)?;
+        connect(address).await.map_err(failed)?;
+        drop(engine);
+        match connect(address).await {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
+            Err(error) => Err(format!(
+                "from {foreign} to {own} on this host: the refusal of a closed port does not \
+                 arrive: {error}"
+            )),
+            Ok(_) => Ok(()), // another program listens there now
         }
     }
 }

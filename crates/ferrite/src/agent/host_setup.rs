@@ -9,6 +9,7 @@ use std::process::{Output, Stdio};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use ferrite_config::peer::{self, Network};
 use ferrite_session::agent::DELIVERY_MARK;
 use tokio::process::Command;
 use tokio::time::timeout;
@@ -70,10 +71,11 @@ fn set(name: &str) -> anyhow::Result<()> {
 }
 
 async fn add_route(peer: Ipv4Addr) -> anyhow::Result<()> {
-    if is_routed_here(peer).await? {
-        return Ok(());
-    }
+    // The kernel refuses a second routing rule of the same content.
     for words in [route(), rule()] {
+        if is_routed_here(peer).await? {
+            return Ok(());
+        }
         let output = ip(&words).await?;
         let error = String::from_utf8_lossy(&output.stderr);
         anyhow::ensure!(output.status.success(), "ip {}: {}", words.join(" "), error.trim());
@@ -89,6 +91,23 @@ async fn is_routed_here(peer: Ipv4Addr) -> anyhow::Result<bool> {
     let output = ip(&words.map(String::from)).await?;
     // Without any route, `ip` fails.
     Ok(output.status.success() && output.stdout.starts_with(b"local "))
+}
+
+/// Returns the addresses of this host, without loopback.
+pub(super) async fn own_addresses() -> anyhow::Result<Vec<Network>> {
+    let words = ["-4", "route", "show", "table", "local", "type", "local"];
+    let output = ip(&words.map(String::from)).await?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    anyhow::ensure!(output.status.success(), "ip {}: {}", words.join(" "), error.trim());
+    Ok(addresses_of_routes(&String::from_utf8_lossy(&output.stdout)))
+}
+
+fn addresses_of_routes(routes: &str) -> Vec<Network> {
+    let words = routes.lines().filter_map(|line| {
+        let mut words = line.split_whitespace().filter(|word| *word != "local");
+        words.next()
+    });
+    words.filter_map(peer::network).collect() // loopback is not a network of peers
 }
 
 async fn ip(words: &[String]) -> anyhow::Result<Output> {
@@ -117,5 +136,16 @@ mod tests {
     fn commands_are_those_of_the_guide() {
         let guide = include_str!("../../../../docs/book/src/guide/agent.md");
         assert!(guide.contains(&commands()), "{}", commands());
+    }
+
+    #[test]
+    fn addresses_of_this_host_are_its_local_routes() {
+        let routes = "local 10.77.0.1 dev eth0 proto kernel scope host src 10.77.0.1 \n\
+                      local 10.80.0.0/24 dev lo scope host \n\
+                      local 127.0.0.0/8 dev lo proto kernel scope host src 127.0.0.1 \n\
+                      10.77.0.9 dev eth0 proto kernel scope host src 10.77.0.1 \n";
+        let addresses = addresses_of_routes(routes);
+        let texts: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+        assert_eq!(texts, ["10.77.0.1", "10.80.0.0/24", "10.77.0.9"]);
     }
 }

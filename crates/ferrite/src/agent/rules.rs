@@ -21,9 +21,13 @@ use tokio::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command};
 use tokio::time::{sleep, timeout};
 
 use super::host_setup::find_program;
+use super::other_agents;
+use super::redirection_state::RedirectionState;
 
+/// The beginning of the names of all agents' tables.
+pub(super) const TABLES: &str = "ferrite_";
 /// How long nft may take for its answer.
-const TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
 /// Passes its input on, and ends 50 ms after its input. When the agent is killed, the kernel resets
 /// the redirected connections. It translates the addresses of these resets only while the rules
 /// exist. Without a pause, a program would ignore a late reset and wait for ever.
@@ -60,11 +64,11 @@ struct Owner {
 impl Redirection {
     /// Returns the name of the table: one for each process. Containers that share the network of
     /// the host often have the same process id, but never the same namespace of process ids.
-    fn table() -> &'static str {
+    pub(super) fn table() -> &'static str {
         static NAME: LazyLock<String> = LazyLock::new(|| {
             let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
             let number = namespace.to_string_lossy().replace(|c: char| !c.is_ascii_digit(), "");
-            format!("ferrite_{}_{number}", std::process::id())
+            format!("{TABLES}{}_{number}", std::process::id())
         });
         &NAME
     }
@@ -111,26 +115,36 @@ impl Redirection {
 
 impl Rules {
     /// Sets the rules.
+    ///
+    /// # Errors
+    /// Fails if nft cannot set them, or another agent already redirects the same connections.
     pub(super) async fn set(redirection: Redirection) -> anyhow::Result<Self> {
-        let owner = Owner::start(&redirection).await?;
+        let owner = Owner::start_as_only_one(&redirection).await?;
         Ok(Self { redirection, owner })
     }
 
     /// Sets the rules again whenever they are lost, for ever.
-    pub(super) async fn keep(&mut self) -> std::convert::Infallible {
+    pub(super) async fn keep(&mut self, state: &RedirectionState) -> std::convert::Infallible {
         loop {
             let ended = self.owner.child.wait().await;
             let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
+            state.set_rules(Some(format!("nft has ended ({status})")));
             tracing::error!(
                 "nft has ended ({status}): new connections are not redirected and use TCP directly"
             );
             loop {
                 sleep(PAUSE).await;
-                match Owner::start(&self.redirection).await {
+                // Another agent may have started meanwhile.
+                match Owner::start_as_only_one(&self.redirection).await {
                     Ok(owner) => break self.owner = owner,
-                    Err(error) => tracing::error!("cannot set the redirecting rules: {error:#}"),
+                    Err(error) => {
+                        if state.set_rules(Some(format!("cannot set the rules: {error:#}"))) {
+                            tracing::error!("cannot set the redirecting rules: {error:#}");
+                        }
+                    }
                 }
             }
+            state.set_rules(None);
             tracing::info!("connections are redirected again");
         }
     }
@@ -148,6 +162,15 @@ impl Rules {
 }
 
 impl Owner {
+    /// Sets the rules, unless another agent redirects the same connections.
+    async fn start_as_only_one(redirection: &Redirection) -> anyhow::Result<Self> {
+        other_agents::check(redirection).await?;
+        let owner = Self::start(redirection).await?;
+        // If this fails, `owner` is dropped, and the kernel removes the rules.
+        other_agents::check_order(redirection).await?;
+        Ok(owner)
+    }
+
     async fn start(redirection: &Redirection) -> anyhow::Result<Self> {
         let nft = find_program("nft").context("cannot find nft, of the package nftables")?;
         let mut relay = Command::new("/bin/sh")
@@ -163,6 +186,8 @@ impl Owner {
         let commands: Stdio = commands.try_into().context("cannot pass a pipe on to nft")?;
         let mut child = Command::new(&nft)
             .arg("-i")
+            // At its end, nft writes the commands into `.nft.history` in this directory.
+            .env("HOME", "/dev/null")
             .process_group(0)
             .kill_on_drop(true)
             .stdin(commands)
@@ -196,7 +221,12 @@ impl Owner {
                     line = output.next_line() => match line? {
                         Some(line) if line == "}" => return Ok(lines),
                         Some(line) => lines.push(line),
-                        None => bail!("nft has ended"),
+                        None => {
+                            // What nft has written last names the cause.
+                            let mut rest = Vec::new();
+                            errors.read_to_end(&mut rest).await?;
+                            bail!("nft has ended: {}", one_line(&rest));
+                        }
                     },
                     count = errors.read(&mut error) => match count? {
                         0 => bail!("nft has ended"),

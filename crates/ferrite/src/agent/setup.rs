@@ -1,6 +1,6 @@
 //! The settings of an agent, made of the table of settings.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use ferrite_config::ports::PortSet;
@@ -8,7 +8,7 @@ use ferrite_config::{Policy, Setting, Values, peer, table};
 use ferrite_fabric::rustls::crypto::ring;
 use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_session::EngineAddress;
-use ferrite_session::agent::{AgentConfig, AgentPeer, AgentTls, Transparent};
+use ferrite_session::agent::{AgentConfig, AgentPeer, AgentTls, PeerAddress, Transparent};
 
 use super::transparent;
 use crate::address;
@@ -108,16 +108,20 @@ fn alias_config(values: &Values) -> anyhow::Result<AgentConfig> {
             let why = format!("--peer {word}: with `mode alias`, a peer is ALIAS=HOST:PORT");
             return Err(WrongSettings(why).into());
         };
-        let address = address::parse::<{ table::AGENT_PORT }>(at);
-        let address = address.map_err(|why| anyhow::anyhow!("--peer {word}: {why}"))?;
-        let peer = AgentPeer::new(alias, address);
-        let host = ferrite_config::address::split(at).map_or(at, |(host, _)| host);
+        let wrong = |why: String| anyhow::anyhow!("--peer {word}: {why}");
+        let (host, port) = address::host_and_port::<{ table::AGENT_PORT }>(at).map_err(wrong)?;
         // A certificate cannot have the name of an address with an interface (`fe80::1%eth0`). Such
         // a peer has only the name that `AgentPeer::new` gives it.
-        Ok(match ServerName::try_from(host.to_owned()) {
-            Ok(name) => AgentPeer { name, ..peer },
-            Err(_) => peer,
-        })
+        let name = ServerName::try_from(host.to_owned());
+        match (address::resolve(host, port), name) {
+            (Ok(address), Ok(name)) => Ok(AgentPeer { name, ..AgentPeer::new(alias, address) }),
+            (Ok(address), Err(_)) => Ok(AgentPeer::new(alias, address)),
+            (Err(why), Ok(name)) => {
+                tracing::warn!("--peer {word}: {why}; trying again while the agent runs");
+                Ok(AgentPeer { alias, address: PeerAddress::Name(host.to_owned(), port), name })
+            }
+            (Err(why), Err(_)) => Err(wrong(why)),
+        }
     });
     let mut config = AgentConfig::new(alias);
     config.peers = peers.collect::<anyhow::Result<_>>()?;
@@ -175,11 +179,11 @@ fn check_authentication(
         }
         return Ok(());
     }
-    let outside = |ip: IpAddr| !ip.is_loopback();
-    let peers = config.peers.iter().map(|peer| peer.address);
-    let Some(address) = listen.iter().copied().chain(peers).find(|at| outside(at.ip())) else {
-        return Ok(());
-    };
+    // A name without an address may stand for any.
+    let is_outside = |at: &PeerAddress| at.known().is_none_or(|at| !at.ip().is_loopback());
+    let listen = listen.iter().copied().map(PeerAddress::from);
+    let peers = config.peers.iter().map(|peer| peer.address.clone());
+    let Some(address) = listen.chain(peers).find(is_outside) else { return Ok(()) };
     if !values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
         return Err(WrongSettings(format!(
             "{address} is not a loopback address, and there is no TLS: any host that takes the \

@@ -8,16 +8,21 @@ use std::time::Duration;
 use anyhow::Context as _;
 use ferrite_config::ports::PortSet;
 use ferrite_config::{Transports, Values, peer, table};
-use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, LocalListeners, Transparent};
-use tokio::time::sleep;
+use ferrite_session::agent::{
+    Agent, AgentConfig, AgentHandle, AgentPeer, LocalListeners, Transparent,
+};
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
 use super::host_setup;
+use super::redirection_state::RedirectionState;
 use super::rules::{Redirection, Rules};
 use crate::settings::WrongSettings;
 
 /// How long the agent accepts connections after it has removed the rules. A connection that was
 /// redirected just before reaches the agent within this time, because it does not leave the host.
 const LAST_REDIRECTED: Duration = Duration::from_millis(50);
+/// How often to check that connections of other hosts can be delivered.
+const LOOK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Returns the settings of transparent mode. There the alias of a host is its own address.
 pub(super) fn config(
@@ -55,8 +60,26 @@ pub(super) fn config(
     config.peers = peers.map(|alias| AgentPeer::new(alias, (alias, own.port()).into())).collect();
     let redirected = Transports::of(values).carried(&ports);
     config.ports = ports;
-    config.transparent = Some(Transparent { networks, redirected, port: own.port() });
+    config.transparent = Some(Transparent::new(networks, redirected, own.port()));
     Ok(config)
+}
+
+/// Leaves out peers that are addresses of this host, such as one that moves between hosts. The
+/// kernel redirects no connections to them, and they cannot be used for checks.
+pub(super) async fn leave_out_own_addresses(config: &mut AgentConfig) -> anyhow::Result<()> {
+    let Some(transparent) = &mut config.transparent else { return Ok(()) };
+    let own =
+        host_setup::own_addresses().await.context("cannot find the addresses of this host")?;
+    let is_own = |alias: Ipv4Addr| own.iter().any(|own| own.contains(alias));
+    for peer in config.peers.extract_if(.., |peer| is_own(peer.alias)) {
+        tracing::info!(
+            "{} in `peers` is an address of this host: there is no link to it, and connections to \
+             it are not redirected",
+            peer.alias
+        );
+    }
+    transparent.local = own;
+    Ok(())
 }
 
 /// In transparent mode, prepares the host and redirects connections to the agent.
@@ -76,8 +99,9 @@ pub(super) async fn redirect(
         )
     };
     agent.check_privileges().map_err(needed)?;
-    host_setup::prepare(agent.any_peer()).await?;
-    let delivery = agent.check_delivery().await;
+    let handle = agent.handle();
+    host_setup::prepare(handle.any_peer()).await?;
+    let delivery = handle.check_delivery().await;
     delivery.map_err(|why| anyhow::anyhow!("cannot connect {why}; see ferrite agent --help"))?;
     let (networks, ports) = (networks.clone(), redirected.clone());
     let rules = Rules::set(Redirection { networks, ports, to }).await;
@@ -86,11 +110,52 @@ pub(super) async fn redirect(
     Ok(Some(rules))
 }
 
-/// Keeps the rules, if there are any, for ever.
-pub(super) async fn keep(rules: &mut Option<Rules>) -> Infallible {
+/// Keeps the rules, if there are any, and the settings of the host, for ever.
+pub(super) async fn keep(
+    rules: &mut Option<Rules>,
+    agent: &AgentHandle,
+    state: &RedirectionState,
+) -> Infallible {
     match rules {
-        Some(rules) => rules.keep().await,
+        Some(rules) => tokio::select! {
+            never = rules.keep(state) => never,
+            never = keep_host(agent, state) => never,
+        },
         None => std::future::pending().await,
+    }
+}
+
+/// Checks regularly that connections of other hosts can be delivered. If they cannot, somebody may
+/// have removed a routing rule or a setting of the kernel, so makes them again.
+async fn keep_host(agent: &AgentHandle, state: &RedirectionState) -> Infallible {
+    let mut looks = interval_at(Instant::now() + LOOK_INTERVAL, LOOK_INTERVAL);
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        looks.tick().await;
+        let Err(why) = agent.check_delivery().await else {
+            if state.set_delivery(None) {
+                tracing::info!("connections of other hosts are delivered again");
+            }
+            continue;
+        };
+        let repair = async {
+            host_setup::prepare(agent.any_peer()).await?;
+            agent.check_delivery().await.map_err(|why| anyhow::anyhow!("cannot connect {why}"))
+        };
+        match repair.await {
+            Ok(()) => {
+                state.set_delivery(None);
+                tracing::warn!(
+                    "cannot connect {why}; connections of other hosts were not delivered, and are \
+                     delivered again"
+                );
+            }
+            Err(error) => {
+                if state.set_delivery(Some(format!("{error:#}"))) {
+                    tracing::error!("connections of other hosts cannot be delivered: {error:#}");
+                }
+            }
+        }
     }
 }
 

@@ -86,7 +86,7 @@ pub(crate) struct EngineProgram {
 }
 
 impl EngineProgram {
-    fn redis() -> Self {
+    pub(crate) fn redis() -> Self {
         Self { path: REDIS.into(), is_nobody: false, _copy: None }
     }
 
@@ -117,7 +117,7 @@ pub(crate) struct Group {
     /// With TLS, agents authenticate each other and share one link.
     pub(crate) certificates: Option<Certificates>,
     /// The words before the command line of an agent, which run it as a user with few rights.
-    user: &'static [&'static str],
+    user: Vec<String>,
     is_transparent: bool,
     pub(crate) engines: EngineProgram,
 }
@@ -151,7 +151,7 @@ impl Group {
         user: &'static [&'static str],
         certificates: Option<Certificates>,
     ) -> Self {
-        let options = options.iter().map(ToString::to_string).collect();
+        let (options, user) = (strings(options), strings(user));
         let (is_transparent, engines) = (false, EngineProgram::redis());
         Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent, engines }
             .with_agents(count)
@@ -159,21 +159,29 @@ impl Group {
 
     /// Starts agents in transparent mode, as `start` does. Packets between the hosts are counted.
     pub(crate) fn start_transparent(hosts: Hosts, count: usize, options: &[&str]) -> Self {
-        Self::start_transparent_as(hosts, count, options, NETWORK_ADMIN, EngineProgram::redis())
+        let (user, engines) = (strings(NETWORK_ADMIN), EngineProgram::redis());
+        Self::start_transparent_as(hosts, count, options, user, engines)
     }
 
-    /// Starts agents in transparent mode, as this user, beside engines of this program.
+    /// Starts agents in transparent mode, beside engines of this program. The words of `user` come
+    /// before the command line of an agent.
     pub(crate) fn start_transparent_as(
         hosts: Hosts,
         count: usize,
         options: &[&str],
-        user: &'static [&'static str],
+        user: Vec<String>,
         engines: EngineProgram,
     ) -> Self {
-        let options = options.iter().map(ToString::to_string).collect();
-        let (certificates, is_transparent) = (None, true);
-        let group =
-            Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent, engines };
+        let (options, certificates, is_transparent) = (strings(options), None, true);
+        let group = Self {
+            hosts,
+            agents: Vec::new(),
+            options,
+            certificates,
+            user,
+            is_transparent,
+            engines,
+        };
         (1..=count).for_each(|host| wire::count(&group.hosts, host));
         group.with_agents(count)
     }
@@ -226,7 +234,7 @@ impl Group {
         self.hosts.within(host, || {
             let words: Vec<_> = words.iter().map(String::as_str).collect();
             let agent = Running::command(&words);
-            let mut command = Command::new(self.user[0]);
+            let mut command = Command::new(&self.user[0]);
             command.args(&self.user[1..]).arg(agent.get_program()).args(agent.get_args());
             Running::spawn(&mut command)
         })
@@ -364,6 +372,10 @@ pub(crate) fn operator(engine: &Engine) -> Client {
     let mut client = engine.client();
     client.ok(&["AUTH", PASSWORD]);
     client
+}
+
+pub(crate) fn strings(words: &[&str]) -> Vec<String> {
+    words.iter().map(ToString::to_string).collect()
 }
 
 /// Returns the sum of all samples whose series begins with `name` (without `ferrite_`) and contains

@@ -88,8 +88,7 @@ fn wait_for_replicas(group: &Group, engines: &Engines, primary: usize) {
 
 /// Waits until every Sentinel knows the primary, two replicas, and the other Sentinels.
 fn wait_for_sentinels(group: &Group, sentinels: &[Sentinel], primary: usize) {
-    let all =
-        format!("status=ok,address={}:{PORT},slaves=2,sentinels=3", group.address(primary));
+    let all = format!("status=ok,address={}:{PORT},slaves=2,sentinels=3", group.address(primary));
     for (host, sentinel) in (1..=3).zip(sentinels) {
         let knows = || client(group, host).text(&["INFO", "sentinel"]).contains(&all);
         until_or(TIMEOUT, "a sentinel that knows all others", knows, || sentinel.log());

@@ -25,9 +25,8 @@ pub(crate) fn count(hosts: &Hosts, host: usize) {
     for (chain, side) in [("prerouting", "iifname"), ("postrouting", "oifname")] {
         text +=
             &format!("add chain inet wire {chain} {{ type filter hook {chain} priority 0; }}; ");
-        text += &format!(
-            "add rule inet wire {chain} {side} eth0 udp dport 4791 counter name roce; "
-        );
+        text +=
+            &format!("add rule inet wire {chain} {side} eth0 udp dport 4791 counter name roce; ");
         for (counter, ports) in [("engines", ports.as_str()), ("links", "7470")] {
             for end in ["sport", "dport"] {
                 text += &format!(

@@ -9,7 +9,7 @@ use ferrite_testkit::engine::{REDIS, valkey};
 
 use super::faults::{tcp_packets, watch};
 use super::size::{Times, is_strict, rounds};
-use crate::agent::harness::{EngineProgram, Group, RDMA_NETWORK_ADMIN};
+use crate::agent::harness::{EngineProgram, Group, RDMA_NETWORK_ADMIN, strings};
 use crate::agent::{cluster, killed, sentinels};
 use crate::{OPTIONS, hosts, links_to};
 
@@ -27,7 +27,7 @@ fn group(count: usize, engine: Option<&Path>) -> Option<Group> {
     let hosts = hosts(count)?;
     watch(&hosts);
     let engines = EngineProgram::of_nobody(engine);
-    Some(Group::start_transparent_as(hosts, count, OPTIONS, RDMA_NETWORK_ADMIN, engines))
+    Some(Group::start_transparent_as(hosts, count, OPTIONS, strings(RDMA_NETWORK_ADMIN), engines))
 }
 
 fn cluster_works(engine: Option<&Path>) {

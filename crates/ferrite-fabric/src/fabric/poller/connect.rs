@@ -47,7 +47,7 @@ use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::listener::ListenerShared;
 use crate::fabric::timers::Timer;
-use crate::link::core::OwnLimits;
+use crate::link::core::{OwnLimits, PeerTimeouts};
 use crate::link::keepalive::Keepalive;
 use crate::link::name::LinkName;
 use crate::link::shared::LinkShared;
@@ -344,7 +344,10 @@ fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
         queue_messages: config.send_queue_messages,
         queue_bytes: config.send_queue_bytes,
         keepalive: Keepalive::new(config.keepalive, name.serial),
-        peer_timeout: config.peer_timeout,
+        timeouts: PeerTimeouts {
+            answer: config.peer_timeout,
+            silence: config.tcp_silence_timeout.unwrap_or(config.peer_timeout),
+        },
         latencies: Arc::clone(&shared.latencies),
         clock: shared.clock.clone(),
     }

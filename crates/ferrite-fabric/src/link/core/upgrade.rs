@@ -350,7 +350,7 @@ mod tests {
 
     use super::*;
     use crate::latency::Latencies;
-    use crate::link::core::{OwnLimits, TcpOutput, Wakes};
+    use crate::link::core::{OwnLimits, PeerTimeouts, TcpOutput, Wakes};
     use crate::link::keepalive::Keepalive;
     use crate::wire::{Features, Hello, Program, Version};
 
@@ -376,7 +376,10 @@ mod tests {
             queue_messages: 8,
             queue_bytes: 8192,
             keepalive: Keepalive::new(Duration::from_secs(10), 1),
-            peer_timeout: Duration::from_secs(5),
+            timeouts: PeerTimeouts {
+                answer: Duration::from_secs(5),
+                silence: Duration::from_secs(5),
+            },
             latencies: Arc::new(Latencies::default()),
             clock: quanta::Clock::new(),
         };

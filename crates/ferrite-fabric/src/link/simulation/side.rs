@@ -10,7 +10,9 @@ use super::{Application, Random, Violation, violation};
 use crate::device::slots::{Held, InFlight};
 use crate::error::{Error, ErrorKind};
 use crate::latency::Latencies;
-use crate::link::core::{ActiveTransport, LinkCore, Output, OwnLimits, RequestContext, Wakes};
+use crate::link::core::{
+    ActiveTransport, LinkCore, Output, OwnLimits, PeerTimeouts, RequestContext, Wakes,
+};
 use crate::link::keepalive::Keepalive;
 use crate::link::kind::Kind;
 use crate::mem::{BufMut, Pool, Purpose};
@@ -99,7 +101,10 @@ pub(super) fn pair(
             queue_messages: 8,
             queue_bytes: 8192,
             keepalive: Keepalive::new(Duration::from_secs(10), side as u64),
-            peer_timeout: Duration::from_secs(5),
+            timeouts: PeerTimeouts {
+                answer: Duration::from_secs(5),
+                silence: Duration::from_secs(5),
+            },
             latencies: Arc::new(Latencies::default()),
             clock: quanta::Clock::new(),
         };
@@ -437,7 +442,7 @@ impl Side {
     }
 
     pub(super) fn on_timer(&mut self, now: Instant) -> Result<(), Violation> {
-        if self.core.on_timer(now).is_err() {
+        if self.core.on_timer(now, || None).is_err() {
             self.fail(Error::new(ErrorKind::PeerStalled, "the peer has not answered"));
         }
         Ok(())

@@ -40,7 +40,9 @@ pub(super) fn describe(error: &io::Error) -> Option<String> {
              certificates of the same CA"
         }
         TlsError::AlertReceived(AlertDescription::CertificateExpired) => {
-            "the certificate of this side has expired; renew it"
+            // TLS has one alert for both.
+            "the certificate of this side has expired, or is not valid yet; renew it, or compare \
+             the clocks of both hosts"
         }
         TlsError::AlertReceived(
             AlertDescription::BadCertificate
@@ -105,6 +107,7 @@ mod tests {
             (alert(AlertDescription::CertificateRequired), "this side presents none"),
             (alert(AlertDescription::UnknownCA), "certificates of the same CA"),
             (alert(AlertDescription::DecryptError), "certificates of the same CA"),
+            (alert(AlertDescription::CertificateExpired), "expired, or is not valid yet"),
             (alert(AlertDescription::DecodeError), "DecodeError"),
             (InvalidMessage::InvalidContentType.into(), "does not use TLS"),
         ] {
