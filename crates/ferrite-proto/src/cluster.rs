@@ -95,9 +95,9 @@ pub fn is_host(text: &str) -> bool {
     (1..=HOST_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_known)
 }
 
-/// Returns the host of a node in a reply to CLUSTER SLOTS of the host `asked`. A null, an empty name
-/// or a wildcard address stands for the host that was asked. Returns `None` if the host is unknown
-/// (`?`) or invalid.
+/// Returns the host of a node in a reply to CLUSTER SLOTS of the host `asked`. A null, an empty
+/// name or a wildcard address stands for the host that was asked. Returns `None` if the host is
+/// unknown (`?`) or invalid.
 ///
 /// ```
 /// use ferrite_proto::cluster::node_host;

@@ -53,8 +53,8 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// Creates hosts, as [`Hosts::start`] does. Prints that the test is skipped and returns `None` if
-    /// this process may not create namespaces.
+    /// Creates hosts, as [`Hosts::start`] does. Prints that the test is skipped and returns `None`
+    /// if this process may not create namespaces.
     #[must_use]
     #[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
     pub fn start_or_skip(count: usize) -> Option<Self> {

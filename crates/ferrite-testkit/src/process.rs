@@ -23,8 +23,8 @@ pub fn signal(name: &str, id: u32) {
     assert!(sent.success(), "cannot send SIG{name} to {id}");
 }
 
-/// Runs code on a thread of the user `nobody`, who has no rights. Processes that it starts, and files
-/// that it creates, belong to that user. Needs root.
+/// Runs code on a thread of the user `nobody`, who has no rights. Processes that it starts, and
+/// files that it creates, belong to that user. Needs root.
 ///
 /// # Panics
 /// If this process is not root, or the code panics.

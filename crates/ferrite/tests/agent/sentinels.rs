@@ -1,5 +1,5 @@
-//! Replication with three Sentinels in transparent mode. Neither engines nor Sentinels have settings
-//! for their addresses.
+//! Replication with three Sentinels in transparent mode. Neither engines nor Sentinels have
+//! settings for their addresses.
 
 use std::collections::BTreeMap;
 use std::net::TcpStream;

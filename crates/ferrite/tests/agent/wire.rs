@@ -39,8 +39,8 @@ pub(crate) fn count(hosts: &Hosts, host: usize) {
     nft(hosts, host, &text);
 }
 
-/// Returns the number of packets with an engine's port, and that of links over TCP, at the interface
-/// of a host.
+/// Returns the number of packets with an engine's port, and that of links over TCP, at the
+/// interface of a host.
 pub(crate) fn packets(hosts: &Hosts, host: usize) -> (u64, u64) {
     (counter(hosts, host, "engines"), counter(hosts, host, "links"))
 }
