@@ -20,7 +20,7 @@ use serde::Serialize;
 use super::sockets::Sockets;
 use crate::engine_client::{DEFAULT_PORT, EngineAt, EngineClient, Login};
 use crate::settings::{self, WrongSettings};
-use crate::{address, exit, output};
+use crate::{address, output};
 
 /// How long replicas may take to connect again. A replica tries once a second.
 const RETURN: Duration = Duration::from_secs(10);
@@ -132,8 +132,9 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
         let client = EngineClient::new(at, options.login.credentials());
         let rehomed = Engine { client, is_peer: &is_peer }.rehome(options, &mut report);
         if let Err(error) = rehomed {
-            report.error = Some(format!("{error:#}"));
-            exit::report(&error, false); // the other engines come next
+            let why = format!("{error:#}");
+            eprintln!("ferrite: {}", output::escape_controls(&why)); // the other engines come next
+            report.error = Some(why);
         }
         report
     });
