@@ -98,6 +98,9 @@ fn endless_answers_are_refused() {
     for arguments in [&[engine.as_str()][..], &["--admin", &admin]] {
         let output = top(arguments);
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && text.contains("longer than 16777216 bytes"), "{text}");
+        // A busy machine may reach the limit of time first.
+        let causes = ["longer than 67108864 bytes", "not complete after 15s"];
+        assert!(causes.iter().any(|cause| text.contains(cause)), "{text}");
+        assert!(!output.status.success());
     }
 }
