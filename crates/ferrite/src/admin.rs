@@ -15,7 +15,7 @@ use ferrite_metrics::{
 use ferrite_session::agent::AgentHandle;
 use ferrite_session::{Connector, EngineAddress, Gateway, Moved};
 
-use crate::agent::RedirectionState;
+use crate::redirection_state::RedirectionState;
 
 /// Opens the admin port if the settings have one.
 pub(crate) fn start<P: Program>(

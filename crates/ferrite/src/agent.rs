@@ -3,7 +3,7 @@
 mod control;
 mod host_setup;
 mod other_agents;
-mod redirection_state;
+mod redirection;
 mod rehome;
 mod report;
 mod rules;
@@ -29,13 +29,13 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::oneshot;
 
 pub(crate) use control::{Control, Request};
-pub(crate) use redirection_state::RedirectionState;
 pub(crate) use setup::Setup;
 
 use control::SignalControl;
 use setup::reconfigure;
 
 use crate::admin::{self, AgentAdmin};
+use crate::redirection_state::RedirectionState;
 use crate::reload::Reload;
 use crate::settings::{self, AgentProgram, Flags, WrongSettings};
 use crate::signals::Signals;

@@ -31,6 +31,7 @@ mod latency;
 mod log;
 mod output;
 mod pingpong;
+mod redirection_state;
 mod relay;
 mod reload;
 mod seconds;

@@ -12,7 +12,7 @@ use tokio::process::Command;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::host_setup::find_program;
-use super::rules::{Redirection, TABLES, TIMEOUT};
+use super::redirection::{Redirection, TABLES, TIMEOUT};
 
 /// How long the rules of an agent that was killed may stay.
 const ENDING: Duration = Duration::from_secs(2);

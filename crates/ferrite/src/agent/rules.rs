@@ -9,40 +9,24 @@
 //! table of its own.
 
 use std::process::Stdio;
-use std::sync::LazyLock;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use ferrite_config::peer::Network;
-use ferrite_config::ports::PortSet;
-use ferrite_session::agent::{DELIVERY_MARK, DIRECT_MARK};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command};
 use tokio::time::{sleep, timeout};
 
 use super::host_setup::find_program;
 use super::other_agents;
-use super::redirection_state::RedirectionState;
+use super::redirection::{Redirection, TIMEOUT};
+use crate::redirection_state::RedirectionState;
 
-/// The beginning of the names of all agents' tables.
-pub(super) const TABLES: &str = "ferrite_";
-/// How long nft may take for its answer.
-pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
 /// Passes its input on, and ends 50 ms after its input. When the agent is killed, the kernel resets
 /// the redirected connections. It translates the addresses of these resets only while the rules
 /// exist. Without a pause, a program would ignore a late reset and wait for ever.
 const RELAY: &str = "cat; exec sleep 0.05";
 /// The pause before the rules are set again, after their owner has ended.
 const PAUSE: Duration = Duration::from_secs(1);
-
-/// What is redirected, and where.
-#[derive(Debug, Clone)]
-pub(super) struct Redirection {
-    pub(super) networks: Vec<Network>,
-    pub(super) ports: PortSet,
-    /// The port of 127.0.0.1 where the agent listens.
-    pub(super) to: u16,
-}
 
 /// The rules, and the process that owns them.
 #[derive(Debug)]
@@ -59,58 +43,6 @@ struct Owner {
     input: ChildStdin,
     output: Lines<BufReader<ChildStdout>>,
     errors: ChildStderr,
-}
-
-impl Redirection {
-    /// Returns the name of the table: one for each process. Containers that share the network of
-    /// the host often have the same process id, but never the same namespace of process ids.
-    pub(super) fn table() -> &'static str {
-        static NAME: LazyLock<String> = LazyLock::new(|| {
-            let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-            let number = namespace.to_string_lossy().replace(|c: char| !c.is_ascii_digit(), "");
-            format!("{TABLES}{}_{number}", std::process::id())
-        });
-        &NAME
-    }
-
-    /// Returns the last rule, as nft lists it.
-    fn last_rule(&self) -> String {
-        let to = self.to;
-        format!(
-            "ip daddr @peers tcp dport @ports tcp flags & (fin | syn | rst | ack) == syn redirect \
-             to :{to}"
-        )
-    }
-
-    /// Returns the commands on one line, so that they take effect together.
-    fn commands(&self) -> String {
-        let table = Self::table();
-        let networks: Vec<_> = self.networks.iter().map(ToString::to_string).collect();
-        let (networks, ports) = (networks.join(", "), self.ports.to_string().replace(',', ", "));
-        let last = self.last_rule();
-        // Only the first packet of a connection passes these rules. If it is redirected, the kernel
-        // redirects the whole connection. Connections that are older than the rules stay direct.
-        [
-            format!("add table ip {table} {{ flags owner; }}"),
-            format!(
-                "add set ip {table} peers {{ type ipv4_addr; flags interval; auto-merge; \
-                 elements = {{ {networks} }}; }}"
-            ),
-            format!(
-                "add set ip {table} ports {{ type inet_service; flags interval; auto-merge; \
-                 elements = {{ {ports} }}; }}"
-            ),
-            format!(
-                "add chain ip {table} out {{ type nat hook output priority -100; policy accept; }}"
-            ),
-            format!(
-                "add rule ip {table} out meta mark {{ {DELIVERY_MARK:#x}, {DIRECT_MARK:#x} }} return"
-            ),
-            format!("add rule ip {table} out fib daddr type local return"),
-            format!("add rule ip {table} out {last}"),
-        ]
-        .join("; ")
-    }
 }
 
 impl Rules {
@@ -260,6 +192,8 @@ fn one_line(error: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ferrite_config::ports::PortSet;
+
     use super::*;
 
     #[test]

@@ -14,8 +14,9 @@ use ferrite_session::agent::{
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
 use super::host_setup;
-use super::redirection_state::RedirectionState;
-use super::rules::{Redirection, Rules};
+use super::redirection::Redirection;
+use super::rules::Rules;
+use crate::redirection_state::RedirectionState;
 use crate::settings::WrongSettings;
 
 /// How long the agent accepts connections after it has removed the rules. A connection that was
