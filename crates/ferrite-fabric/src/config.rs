@@ -141,11 +141,10 @@ pub struct Config {
     /// How long a peer may leave a keepalive unanswered before its path or the link counts as down.
     /// Also how long peers may take to release a grant that this side revokes. Default: 5 s.
     pub peer_timeout: Duration,
-    /// Over TCP, how long a peer may leave a keepalive unanswered while the peer's kernel is also
-    /// silent: the network or the peer's host is down, and TCP itself would wait until the network
-    /// works again. As soon as the kernel acknowledges data, the process has `peer_timeout` to
-    /// answer.
-    /// Default: `None`, `peer_timeout` holds in both cases.
+    /// Over TCP, how long a peer may leave a keepalive unanswered while the peer's kernel is
+    /// silent, too: the network or the peer's host is down, and TCP itself would wait until the
+    /// network is back. As soon as the kernel acknowledges data, the process has `peer_timeout` to
+    /// answer. Default: `None`, `peer_timeout` holds in both cases.
     pub tcp_silence_timeout: Option<Duration>,
     /// How long a closing link may take to deliver the messages that were sent. Default: 5 s.
     pub close_timeout: Duration,

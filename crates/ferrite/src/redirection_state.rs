@@ -1,4 +1,4 @@
-//! Whether transparent mode works: what `/ready` of the agent says about it.
+//! Whether transparent mode of the agent works: the agent notes it here, and `/ready` reads it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -32,12 +32,12 @@ impl RedirectionState {
     }
 
     /// Sets why connections are not redirected. Returns whether that has changed.
-    pub(super) fn set_rules(&self, failure: Option<String>) -> bool {
+    pub(crate) fn set_rules(&self, failure: Option<String>) -> bool {
         replace(&mut self.lock().rules, failure)
     }
 
     /// Sets why connections of other hosts cannot be delivered. Returns whether that has changed.
-    pub(super) fn set_delivery(&self, failure: Option<String>) -> bool {
+    pub(crate) fn set_delivery(&self, failure: Option<String>) -> bool {
         replace(&mut self.lock().delivery, failure)
     }
 

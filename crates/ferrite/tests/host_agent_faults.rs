@@ -439,5 +439,6 @@ fn connections_to_a_host_that_is_gone_are_reset() {
     disconnect(&group);
     let begun = Instant::now();
     assert!(is_reset(&mut program));
-    assert!((8..18).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
+    // After 13 to 15 s, or later on a busy machine.
+    assert!((8..25).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
 }

@@ -1,4 +1,4 @@
-//! What the rules of nft redirect.
+//! What is redirected, as the commands of nft that redirect it.
 
 use std::sync::LazyLock;
 use std::time::Duration;
