@@ -20,8 +20,8 @@ HOST_MEASURED='binary(=host_cluster) and test(/^host_cluster::stress::/)'
 LAB_MEASURED='test(=churn::a_thousand_connections_leave_nothing) or test(/^measured_isolation::/)
   or test(=fabrics::idle_links_cost_nothing) or test(/^agent_lab::(bulk|failover|soak)::/)'
 # The basic suites, without the tests in LAB_MEASURED, with one fault of replication by agents, and
-# with one engine for each test of transparent mode.
+# with Redis in transparent mode.
 LAB_CORE="(binary(/^lab_(agent|verbs|mem|links|streams|sessions|module|server|metrics)$/)
   or test(/survive_the_loss_of_rdma$/)) and not ($LAB_MEASURED)
   and not test(/^agent_lab::replication::.*(killed_agents|removed_devices)$/)
-  and not test(/^agent_lab::transparent::(cluster_of_valkey|sentinels_of_redis)/)"
+  and not test(/^agent_lab::transparent::(cluster_of_valkey|sentinels_of)/)"

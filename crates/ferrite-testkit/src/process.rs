@@ -230,6 +230,19 @@ mod tests {
     }
 
     #[test]
+    fn program_of_nobody_has_no_rights() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let words = "id -u; id -G; grep CapEff /proc/self/status";
+        let output = as_nobody(|| Command::new("sh").args(["-c", words]).output());
+        let output = output.expect("sh");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(text, "65534\n65534\nCapEff:\t0000000000000000\n");
+        assert!(rustix::process::geteuid().is_root(), "only the thread has changed");
+    }
+
+    #[test]
     fn killed_process_is_not_alive() {
         let process = KillOnDrop(Command::new("sleep").arg("600").spawn().expect("sleep"));
         let id = process.0.id();

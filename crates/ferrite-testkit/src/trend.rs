@@ -34,7 +34,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "a value grew from 1400 to 2500")]
+    #[should_panic(expected = "a value grew from 1500 to 2500")]
     fn growth_that_goes_on_is_reported() {
         let samples: Vec<_> = (0..30).map(|at| at * 100).collect();
         assert_flat("a value", &samples, 100);

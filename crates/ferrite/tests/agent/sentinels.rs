@@ -7,13 +7,13 @@ use std::process::Command;
 
 use ferrite_testkit::directory::TempDir;
 use ferrite_testkit::process::KillOnDrop;
-use ferrite_testkit::resp::Client;
+use ferrite_testkit::resp::{Client, text_of};
 use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{Engine, TIMEOUT, until};
 
 use super::cluster::{compare, write};
 use super::harness::{Group, PASSWORD, sum};
-use super::killed::{AUTH, field};
+use super::killed::AUTH;
 
 const PORT: u16 = 7001;
 const SENTINEL: u16 = 26379;
@@ -75,13 +75,23 @@ fn compare_all(group: &Group, engines: &Engines, primary: usize, version: usize)
     }
 }
 
+/// Returns whether a field of INFO has this value. A Sentinel closes the connections of an engine
+/// that gets another role; then it has not.
+fn has(engine: &Engine, name: &str, value: &str) -> bool {
+    let mut client = engine.client();
+    client.send(&[vec!["AUTH", PASSWORD], vec!["INFO"]]);
+    let replies = [client.next_reply(), client.next_reply()];
+    let [_, Some(info)] = replies else { return false };
+    text_of(&info).lines().any(|line| line.trim() == format!("{name}:{value}"))
+}
+
 /// Waits until all other engines are replicas of this one.
 fn wait_for_replicas(group: &Group, engines: &Engines, primary: usize) {
     for (_, engine) in engines.iter().filter(|(host, _)| **host != primary) {
         engine.wait_until("a replica of the primary", || {
-            field(engine, "role") == "slave"
-                && field(engine, "master_host") == group.address(primary)
-                && field(engine, "master_link_status") == "up"
+            has(engine, "role", "slave")
+                && has(engine, "master_host", &group.address(primary))
+                && has(engine, "master_link_status", "up")
         });
     }
 }
@@ -117,7 +127,7 @@ fn wait_for_another_primary(
         until_or(TIMEOUT, "another primary", names_another, || sentinel.log());
     }
     let new = new.expect("a host");
-    until(TIMEOUT, "the role of a primary", || field(&engines[&new], "role") == "master");
+    until(TIMEOUT, "the role of a primary", || has(&engines[&new], "role", "master"));
     wait_for_replicas(group, engines, new);
     new
 }
