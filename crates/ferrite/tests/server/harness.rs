@@ -127,7 +127,8 @@ impl Drop for Server {
         let _ = self.process.kill();
         let _ = self.process.wait();
         if running && let Some(engine) = self.engines.last().filter(|engine| is_alive(**engine)) {
-            signal("KILL", *engine);
+            // An engine that ends by itself, as it should, may be gone by now.
+            let _ = Command::new("kill").args(["-s", "KILL", &engine.to_string()]).status();
         }
     }
 }
