@@ -30,7 +30,8 @@ mod server {
 use std::collections::BTreeMap;
 
 use agent::cluster;
-use agent::harness::{Group, NOBODY, sum};
+use agent::harness::{EngineProgram, Group, NOBODY, sum};
+use ferrite_testkit::engine::valkey;
 use ferrite_testkit::lab::{resources, sh};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::{TIMEOUT, until};
@@ -82,6 +83,20 @@ fn cluster_of_three_hosts_works_over_rdma_alone() {
     let group = Group::start(hosts, 3, OPTIONS, NOBODY);
     cluster::works(&group, false);
     assert_links(&group, 2, &before);
+}
+
+/// Also moves slots with Valkey's own `CLUSTER MIGRATESLOTS`.
+#[test]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
+fn cluster_of_valkey_works_over_rdma_alone() {
+    let Some(program) = valkey() else {
+        eprintln!("SKIPPED: Valkey is not built (run lab/lab setup valkey)");
+        return;
+    };
+    let Some(hosts) = hosts(3) else { return };
+    let mut group = Group::start(hosts, 3, OPTIONS, NOBODY);
+    group.engines = EngineProgram::of(&program);
+    cluster::works(&group, false);
 }
 
 /// Links begin over TCP with TLS and move to RDMA. The TCP connection stays open, but carries no

@@ -12,8 +12,8 @@ use super::harness::{Group, PASSWORD, sum};
 
 /// The number of keys.
 const KEYS: usize = 3000;
-/// The number of slots to move.
-const SLOTS: &str = "50";
+/// The number of slots to move, unless `FERRITE_AGENT_SLOTS` is set.
+const SLOTS: usize = 50;
 
 /// How long a node may be silent before other nodes regard it as failed. On a busy machine, a live
 /// node may wait for a CPU for seconds.
@@ -22,8 +22,9 @@ const NODE_TIMEOUT_MS: &str = "8000";
 /// The engines, by host and port. There are no engines of killed nodes.
 type Nodes = BTreeMap<(usize, u16), Engine>;
 
-/// Creates a cluster, moves slots, and loses primaries, with and without an operator. After each
-/// step, all keys are compared, and all connections between hosts are links.
+/// Creates a cluster, moves slots (with Valkey also by `CLUSTER MIGRATESLOTS`), and loses
+/// primaries, with and without an operator. After each step, all keys are compared, and all
+/// connections between hosts are links.
 pub(crate) fn works(group: &Group, over_tcp: bool) {
     let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", NODE_TIMEOUT_MS];
     let auth = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
@@ -41,6 +42,9 @@ pub(crate) fn works(group: &Group, over_tcp: bool) {
     reshard(group, &nodes);
     group.assert_only_links(over_tcp);
     compare_keys(group, &nodes, 3);
+    migrate_slots(&nodes);
+    group.assert_only_links(over_tcp);
+    compare_keys(group, &nodes, 2);
     check(group, 3);
     fail_over_by_hand(group, &nodes);
     compare_keys(group, &nodes, 1);
@@ -118,6 +122,13 @@ struct Primary {
     id: String,
     at: (usize, u16),
     slots: Vec<(u16, u16)>,
+}
+
+impl Primary {
+    /// Returns the number of its slots.
+    fn count(&self) -> usize {
+        self.slots.iter().map(|(first, last)| usize::from(last - first) + 1).sum()
+    }
 }
 
 fn primaries(nodes: &Nodes) -> Vec<Primary> {
@@ -212,18 +223,47 @@ fn reshard(group: &Group, nodes: &Nodes) {
     let (from, to) = (&before[0], &before[1]);
     let any = format!("{}:7001", group.address(2));
     let words = ["--cluster", "reshard", &any, "--cluster-from", &from.id, "--cluster-to", &to.id];
-    group.redis_cli(3, &[&words[..], &["--cluster-slots", SLOTS, "--cluster-yes"]].concat());
-    let count = |primary: &Primary| -> usize {
-        primary.slots.iter().map(|(first, last)| usize::from(last - first) + 1).sum()
-    };
-    let moved = count(to) + SLOTS.parse::<usize>().expect("a number");
+    let count = slots();
+    let more = ["--cluster-slots", &count.to_string(), "--cluster-yes"];
+    group.redis_cli(3, &[&words[..], &more].concat());
+    wait_until_moved(nodes, to, count);
+}
+
+fn slots() -> usize {
+    let set = std::env::var("FERRITE_AGENT_SLOTS").ok();
+    set.map_or(SLOTS, |slots| slots.parse().expect("FERRITE_AGENT_SLOTS is a number"))
+}
+
+/// Waits until all nodes know that a primary has got this number of slots.
+fn wait_until_moved(nodes: &Nodes, to: &Primary, count: usize) {
+    let expected = to.count() + count;
     until(TIMEOUT, "all nodes to know the moved slots", || {
-        nodes.keys().all(|at| {
-            let one: &Engine = &nodes[at];
-            let listed = operator(one).text(&["CLUSTER", "NODES"]);
-            !listed.contains("->-") && !listed.contains("-<-")
-        }) && primaries(nodes).iter().any(|primary| primary.id == to.id && count(primary) == moved)
+        let is_moving = |engine| {
+            let listed = operator(engine).text(&["CLUSTER", "NODES"]);
+            listed.contains("->-") || listed.contains("-<-")
+        };
+        !nodes.values().any(is_moving)
+            && primaries(nodes).iter().any(|it| it.id == to.id && it.count() == expected)
     });
+}
+
+/// Moves slots with `CLUSTER MIGRATESLOTS`, if the engine has it (Valkey 9.0 and later). The nodes
+/// transfer all keys themselves.
+fn migrate_slots(nodes: &Nodes) {
+    let any = nodes.values().next().expect("a node");
+    if !operator(any).text(&["COMMAND", "INFO", "CLUSTER|MIGRATESLOTS"]).contains("migrateslots") {
+        return;
+    }
+    let (count, before) = (slots(), primaries(nodes));
+    let is_long = |(first, last): &&(u16, u16)| usize::from(last - first) >= count;
+    let range = |primary: &Primary| primary.slots.iter().find(is_long).copied();
+    let mut owners = before.iter().filter_map(|primary| Some((primary, range(primary)?)));
+    let (from, (first, _)) = owners.next().expect("a primary with enough slots in a row");
+    let to = before.iter().find(|primary| primary.id != from.id).expect("another primary");
+    let last = usize::from(first) + count - 1;
+    let range = ["SLOTSRANGE", &first.to_string(), &last.to_string(), "NODE", &to.id];
+    operator(&nodes[&from.at]).ok(&[&["CLUSTER", "MIGRATESLOTS"], &range[..]].concat());
+    wait_until_moved(nodes, to, count);
 }
 
 /// Returns a node that is a replica, and the address of its primary.

@@ -87,7 +87,12 @@ pub(crate) struct EngineProgram {
 
 impl EngineProgram {
     pub(crate) fn redis() -> Self {
-        Self { path: REDIS.into(), is_nobody: false, _copy: None }
+        Self::of(Path::new(REDIS))
+    }
+
+    /// A program that the tests' user runs.
+    pub(crate) fn of(program: &Path) -> Self {
+        Self { path: program.into(), is_nobody: false, _copy: None }
     }
 
     /// A program that a user without rights runs.
