@@ -64,7 +64,7 @@ use self::descriptors::Descriptors;
 use self::engine_access::EngineAccessProbe;
 pub use self::identity::AgentTls;
 use self::marks::OwnAddresses;
-pub use self::marks::{DELIVERY_MARK, DIRECT_MARK};
+pub use self::marks::{DELIVERY_MARK, DIRECT_MARK, MARK_BITS};
 use self::peer::Peer;
 use self::peer_links::Sharing;
 use self::peers::Peers;
