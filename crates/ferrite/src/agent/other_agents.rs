@@ -168,7 +168,7 @@ mod tests {
         \t\telements = { 7001-7002, 26379 }\n\t}\n\
         \tchain out {\n\t\ttype nat hook output priority dstnat; policy accept;\n\
         \t\tmeta mark & 0x0000107e { 0x00001062, 0x00001064 } return # handle 5\n\
-        \t\tip daddr @peers tcp dport @ports tcp flags syn / fin,syn,rst,ack redirect to :1002 # handle 6\n\
+        \t\tip daddr @peers tcp dport @ports tcp flags 0x2 / 0x1,0x2,0x4,0x10 redirect to :1002 # handle 6\n\
         \t}\n}\n";
 
     fn redirection(networks: &str, ports: &str) -> Redirection {

@@ -84,10 +84,12 @@ pub(super) fn redirect_port(listed: &str) -> Option<u16> {
     let (rule, _) = listed.split_once('#').unwrap_or((listed, ""));
     let rule = rule.replace(|c: char| c.is_whitespace() || "()".contains(c), "");
     let rest = rule.strip_prefix("ipdaddr@peerstcpdport@portstcpflags")?;
-    // nft 1.1 writes `tcp flags syn / fin,syn,rst,ack`. With `-n`, the flags may be numbers.
     let (flags, port) = rest.split_once("redirectto:")?;
-    let forms = ["&fin|syn|rst|ack==syn", "syn/fin,syn,rst,ack", "&0x17==0x2", "0x2/0x17"];
-    forms.contains(&flags).then(|| port.parse().ok())?
+    // Some versions write `tcp flags syn / fin,syn,rst,ack`. With `-n`, the flags are numbers.
+    let names = [("fin", "0x1"), ("syn", "0x2"), ("rst", "0x4"), ("ack", "0x10")];
+    let flags = names.iter().fold(flags.to_owned(), |flags, (name, bit)| flags.replace(name, bit));
+    let forms = ["&0x1|0x2|0x4|0x10==0x2", "0x2/0x1,0x2,0x4,0x10", "&0x17==0x2", "0x2/0x17"];
+    forms.contains(&flags.as_str()).then(|| port.parse().ok())?
 }
 
 #[cfg(test)]
@@ -101,6 +103,8 @@ mod tests {
             (format!("{begin} & (fin | syn | rst | ack) == syn redirect to :15001"), Some(15_001)),
             (format!("{begin} syn / fin,syn,rst,ack redirect to :15002"), Some(15_002)),
             (format!("{begin} syn / fin,syn,rst,ack redirect to :1002 # handle 6"), Some(1002)),
+            (format!("{begin} 0x2 / 0x1,0x2,0x4,0x10 redirect to :1002 # handle 6"), Some(1002)),
+            (format!("{begin} & 0x17 == 0x2 redirect to :1002"), Some(1002)),
             (format!("{begin} & (fin | syn | rst | ack) == 0x2 redirect to :1002-1003"), None),
             (format!("{begin} fin / fin,syn,rst,ack redirect to :1002"), None),
             ("\t\ttcp dport @ports redirect to :1002".into(), None),
