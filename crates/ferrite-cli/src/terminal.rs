@@ -2,8 +2,8 @@
 //! title, or type for the user.
 //!
 //! Replaces control characters, invisible ones, and those that change the order of the text, by
-//! readable escapes. Keeps line ends, tabs and all other UTF-8 characters. Files and pipes get the original
-//! bytes (see `output.rs`).
+//! readable escapes. Keeps line ends, tabs and all other UTF-8 characters. Files and pipes get the
+//! original bytes (see `output.rs`).
 
 use std::borrow::Cow;
 use std::fmt::Write as _;

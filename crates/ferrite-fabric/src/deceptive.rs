@@ -1,5 +1,5 @@
-//! Characters of a peer's text that must not reach a log or a terminal as they are. A separate file,
-//! because the programs need the same list for texts of servers.
+//! Characters of a peer's text that must not reach a log or a terminal as they are. It is a file of
+//! its own, because the programs need the same list for texts of servers.
 
 /// Returns whether a character could deceive a reader of a peer's text. Such characters control a
 /// terminal, begin a new line, change the order of the text around them, or are invisible. Those

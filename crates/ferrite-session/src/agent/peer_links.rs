@@ -127,8 +127,8 @@ impl PeerLinks {
         }
     }
 
-    /// Notes that the peer has another address now. Ends the pause, because the failures were at the
-    /// old one.
+    /// Notes that the peer has another address now. Ends the pause, because the attempts at the old
+    /// one have failed.
     pub(super) fn handle_moved(&mut self) {
         self.again_at = None;
         self.pause = Duration::ZERO;
