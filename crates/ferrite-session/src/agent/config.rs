@@ -276,17 +276,17 @@ mod tests {
     #[test]
     fn names_must_not_lead_to_this_host() {
         let mut config = AgentConfig::new([127, 1, 0, 1].into());
-        config.local = Some(([192, 0, 2, 1], 0).into());
-        config.own = vec![([192, 0, 2, 1], 7470).into(), ([192, 0, 2, 9], 9121).into()];
+        config.local = Some(([198, 51, 100, 1], 0).into());
+        config.own = vec![([198, 51, 100, 1], 7470).into(), ([198, 51, 100, 9], 9121).into()];
         let check = |config: &AgentConfig, ip: &str| config.check_found(ip.parse().expect("an IP"));
-        assert_eq!(check(&config, "192.0.2.2"), Ok(()));
+        assert_eq!(check(&config, "198.51.100.2"), Ok(()));
         for ip in ["127.0.0.1", "127.0.1.1", "::1", "0.0.0.0", "::", "::ffff:127.0.0.1"] {
             assert!(
                 check(&config, ip).expect_err(ip).contains("not the address of another"),
                 "{ip}"
             );
         }
-        for ip in ["192.0.2.1", "192.0.2.9", "::ffff:192.0.2.1"] {
+        for ip in ["198.51.100.1", "198.51.100.9", "::ffff:198.51.100.1"] {
             assert!(check(&config, ip).expect_err(ip).contains("of this host"), "{ip}");
         }
         config.local = Some(([127, 0, 0, 1], 0).into());
