@@ -1,12 +1,14 @@
 //! Makes text from a server safe for a terminal. The text must not move the cursor, change the
 //! title, or type for the user.
 //!
-//! Replaces control characters, and characters that change the order of the text, by readable
-//! escapes. Keeps line ends, tabs and all other UTF-8 characters. Files and pipes get the original
-//! bytes (see `output.rs`).
+//! Replaces control characters, invisible ones, and those that change the order of the text, by
+//! readable escapes. Keeps line ends, tabs and all other UTF-8 characters. Files and pipes get the
+//! original bytes (see `output.rs`).
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
+
+use ferrite_fabric::is_deceptive;
 
 /// Returns the bytes in a form that is safe for a terminal.
 pub(crate) fn escape(bytes: &[u8]) -> Cow<'_, [u8]> {
@@ -25,8 +27,7 @@ pub(crate) fn escape(bytes: &[u8]) -> Cow<'_, [u8]> {
                 '\n' | '\t' => out.push(char),
                 '\r' => out.push_str("\\r"),
                 '\0'..='\x1f' | '\x7f' => push(&mut out, format_args!("\\x{:02x}", char as u32)),
-                '\u{80}'..='\u{9f}' => push(&mut out, format_args!("\\u{:04x}", char as u32)),
-                '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
+                char if is_deceptive(char) => {
                     push(&mut out, format_args!("\\u{:04x}", char as u32));
                 }
                 other => out.push(other),
@@ -62,6 +63,7 @@ mod tests {
             (b"\x9b2J", "\\x9b2J"),
             ("\u{9b}2J".as_bytes(), "\\u009b2J"),
             ("user\u{202e}nimda".as_bytes(), "user\\u202enimda"),
+            ("one\u{2028}two".as_bytes(), "one\\u2028two"),
         ] {
             assert_eq!(String::from_utf8_lossy(&escape(bytes)), text);
         }

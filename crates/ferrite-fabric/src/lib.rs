@@ -21,6 +21,7 @@
 //! to `src/fabric/watch.rs`, and to `src/link/tcp/info.rs`.
 
 mod config;
+mod deceptive;
 pub mod descriptors;
 mod device;
 pub mod diagnose;
@@ -44,6 +45,7 @@ mod wake;
 pub mod wire;
 
 pub use config::Config;
+pub use deceptive::is_deceptive;
 pub use error::{Error, ErrorKind};
 pub use fabric::listener::{ForeignTcpPeer, LinkRequest};
 pub use fabric::{Builder, Fabric, FabricStats};

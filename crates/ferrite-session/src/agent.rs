@@ -64,7 +64,7 @@ use self::descriptors::Descriptors;
 use self::engine_access::EngineAccessProbe;
 pub use self::identity::AgentTls;
 use self::marks::OwnAddresses;
-pub use self::marks::{DELIVERY_MARK, DIRECT_MARK};
+pub use self::marks::{DELIVERY_MARK, DIRECT_MARK, MARK_BITS};
 use self::peer::Peer;
 use self::peer_links::Sharing;
 use self::peers::Peers;
@@ -211,8 +211,8 @@ impl Agent {
         }
         for peer in self.shared.peers.configured() {
             let shared = Arc::clone(&self.shared);
-            if peer.address().known().is_none() {
-                local.spawn(links::find_address(Arc::clone(&shared), Arc::clone(&peer)));
+            if peer.address().is_name() {
+                local.spawn(links::follow_name(Arc::clone(&shared), Arc::clone(&peer)));
             }
             tasks.spawn(async move {
                 let _ = links::link_to(&shared, &peer).await;

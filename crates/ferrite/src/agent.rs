@@ -36,10 +36,8 @@ use setup::reconfigure;
 
 use crate::admin::{self, AgentAdmin};
 use crate::redirection_state::RedirectionState;
-use crate::reload::Reload;
-use crate::settings::{self, AgentProgram, Flags, WrongSettings};
-use crate::signals::Signals;
-use crate::{log, output};
+use crate::settings::{AgentProgram, Flags, WrongSettings};
+use crate::{output, start};
 
 /// Carry the connections of a group of hosts over a few RDMA or TCP links
 ///
@@ -137,15 +135,13 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
         output::write_line(host_setup::commands().trim_end());
         return Ok(ExitCode::SUCCESS);
     }
-    let read = || options.flags.values(options.config.as_deref());
-    let values = read()?;
-    log::install(&values);
-    settings::warn_of_unknown_variables();
+    let (flags, file) = (&options.flags, options.config.as_deref());
+    let values = start::values(flags, file)?;
     let setup = Setup { json: options.json, ..Setup::new(values.clone())? };
-    // Installs the signal handlers before it reports that the agent runs: without a handler, a
-    // SIGHUP would end the agent.
-    let begin =
-        || Ok(SignalControl { signals: Signals::new()?, reload: Reload::new(&values, read)? });
+    let begin = || {
+        let (signals, reload) = start::handle_signals(&values, flags, file)?;
+        Ok(SignalControl { signals, reload })
+    };
     let is_drained = serve(setup, begin)?;
     Ok(if is_drained { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -157,13 +153,7 @@ pub(crate) fn serve<C: Control>(
     begin: impl FnOnce() -> anyhow::Result<C>,
 ) -> anyhow::Result<bool> {
     raise_descriptor_limit();
-    // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
-    // threads.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let served = runtime.block_on(serve_in_runtime(setup, begin));
-    // Does not wait for the thread that looks for the address of a peer, which may take long.
-    runtime.shutdown_background();
-    served
+    start::block_on(serve_in_runtime(setup, begin))
 }
 
 /// Raises the soft limit of open files to the hard limit: the agent has a socket for each peer and

@@ -7,6 +7,7 @@
 use std::fmt::{self, Write as _};
 use std::io::{self, Write as _};
 
+use ferrite_fabric::is_deceptive;
 use serde::Serialize;
 
 /// Stdout cannot be written.
@@ -69,11 +70,11 @@ pub(crate) fn escape_controls(text: &str) -> String {
     for c in text.chars() {
         match c {
             '\n' | '\t' => out.push(c),
-            '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
-                let _ = write!(out, "\\u{:04x}", u32::from(c));
-            }
-            c if c.is_control() => {
-                let _ = write!(out, "\\u{:04x}", u32::from(c));
+            c if is_deceptive(c) => {
+                let mut units = [0; 2]; // JSON escapes the units of UTF-16
+                for unit in c.encode_utf16(&mut units) {
+                    let _ = write!(out, "\\u{unit:04x}");
+                }
             }
             other => out.push(other),
         }

@@ -23,7 +23,11 @@ pub(crate) fn values<P: HasSettings>(
 /// Runs a program on this thread alone. One thread is enough, because sessions only copy bytes, and
 /// it avoids wake-ups between threads.
 pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(program)
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let ended = runtime.block_on(program);
+    // Does not wait for a thread that looks for the address of a name, which may take long.
+    runtime.shutdown_background();
+    ended
 }
 
 /// Handles the signals of a program from now on. Call this before the program reports that it runs:

@@ -10,32 +10,26 @@ mod metrics {
 }
 
 use std::fs;
-use std::io::{self, ErrorKind, Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::TcpStream;
 use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use agent::harness::{EngineProgram, Group, NETWORK_ADMIN, PASSWORD, strings, sum};
+use agent::harness::{
+    EngineProgram, Group, NETWORK_ADMIN, PASSWORD, accept_all, is_carried, strings, sum,
+};
 use agent::wire;
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::process::{is_alive, signal};
 use ferrite_testkit::resp::Client;
-use ferrite_testkit::{TIMEOUT, TempDir, until};
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, until};
 use metrics::harness::Running;
 
 const AUTH: [&str; 4] = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
 /// All hosts of the network are peers.
 const NETWORK: &[&str] = &["--rdma", "forbid", "--peer", "10.77.0.0/24"];
-
-/// Starts hosts; `None` if this process may not create namespaces.
-#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
-fn hosts(count: usize) -> Option<Hosts> {
-    Hosts::start(count)
-        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
-        .ok()
-}
 
 fn is_reset(socket: &mut TcpStream) -> bool {
     matches!(socket.read(&mut [0]), Err(error) if error.kind() == ErrorKind::ConnectionReset)
@@ -60,7 +54,7 @@ fn descriptors(group: &Group, host: usize) -> usize {
 /// A rule of the host's firewall replaces the marks of packets by those of their connections.
 #[test]
 fn direct_connections_that_come_back_are_refused() {
-    let Some(hosts) = hosts(2) else { return };
+    let Some(hosts) = Hosts::start_or_skip(2) else { return };
     let group = Group::start_transparent(hosts, 1, NETWORK);
     let _engine = group.start_engine(2, 7001, &AUTH);
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
@@ -79,28 +73,9 @@ fn direct_connections_that_come_back_are_refused() {
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
 }
 
-/// Accepts connections to an address of a host. Closes each when its program does, as an engine
-/// would: the other direction of a connection that is closed in one direction may stay open.
-fn accept_all(hosts: &Hosts, host: usize, at: (&str, u16)) {
-    let listener = hosts.within(host, || TcpListener::bind(at).expect("listen"));
-    std::thread::spawn(move || {
-        for mut socket in listener.incoming().map_while(Result::ok) {
-            std::thread::spawn(move || {
-                let _ = socket.write_all(b"+PONG\r\n"); // the agent may have reset it
-                let _ = io::copy(&mut socket, &mut io::sink());
-            });
-        }
-    });
-}
-
-/// Returns whether [`accept_all`] has accepted a connection, which is not reset.
-fn is_carried(socket: &mut TcpStream) -> bool {
-    socket.read_exact(&mut [0; 7]).is_ok()
-}
-
 #[test]
 fn direct_connections_leave_descriptors_for_links_bus_and_admin_port() {
-    let Some(hosts) = hosts(3) else { return };
+    let Some(hosts) = Hosts::start_or_skip(3) else { return };
     let limited = [&["prlimit", "--nofile=300:300"], NETWORK_ADMIN].concat();
     let group =
         Group::start_transparent_as(hosts, 2, NETWORK, strings(&limited), EngineProgram::redis());
@@ -173,7 +148,7 @@ impl Programs {
 
 #[test]
 fn agent_is_not_ready_while_the_rules_cannot_be_set() {
-    let Some(hosts) = hosts(1) else { return };
+    let Some(hosts) = Hosts::start_or_skip(1) else { return };
     let programs = Programs::new();
     let broken = programs.add_breakable("nft");
     let group =
@@ -209,13 +184,13 @@ fn ip(hosts: &Hosts, words: &[&str]) -> String {
 
 #[test]
 fn settings_of_the_host_that_somebody_removes_are_made_again() {
-    let Some(hosts) = hosts(1) else { return };
+    let Some(hosts) = Hosts::start_or_skip(1) else { return };
     let programs = Programs::new();
     let broken = programs.add_breakable("ip");
     let group =
         Group::start_transparent_as(hosts, 1, NETWORK, programs.user(), EngineProgram::redis());
     fs::write(&broken, "").expect("written");
-    ip(&group.hosts, &["rule", "del", "fwmark", "0xfe1"]);
+    ip(&group.hosts, &["rule", "del", "fwmark", "0x1062/0x107e"]);
     until(TIMEOUT, "an agent that is not ready", || {
         let (status, body) = group.get(1, "/ready");
         let is_named = body.contains("cannot be delivered") && body.contains("this ip is broken");
@@ -224,15 +199,69 @@ fn settings_of_the_host_that_somebody_removes_are_made_again() {
     });
     fs::remove_file(&broken).expect("removed");
     until(TIMEOUT, "an agent that is ready", || group.get(1, "/ready").0 == 200);
-    assert!(ip(&group.hosts, &["rule"]).contains("fwmark 0xfe1"));
+    assert!(ip(&group.hosts, &["rule"]).contains("fwmark 0x1062"));
     let setting = "/proc/sys/net/ipv4/tcp_fwmark_accept";
     group.hosts.within(1, || fs::write(setting, "0").expect("written"));
-    ip(&group.hosts, &["route", "flush", "table", "4065"]);
+    ip(&group.hosts, &["route", "flush", "table", "4194"]);
     until(TIMEOUT, "the route and the setting", || {
         let all = ip(&group.hosts, &["route", "show", "table", "all"]);
         let value = group.hosts.within(1, || fs::read_to_string(setting).expect("a setting"));
-        all.lines().any(|line| line.contains("table 4065")) && value.trim() == "1"
+        all.lines().any(|line| line.contains("table 4194")) && value.trim() == "1"
     });
+    assert_eq!(group.get(1, "/ready").0, 200);
+}
+
+/// A program such as wg-quick adds routing rules that come before the agent's. The agent moves its
+/// rule to the front, and leaves no old ones behind.
+#[test]
+fn routing_rule_of_the_agent_is_moved_to_the_front() {
+    let Some(hosts) = Hosts::start_or_skip(1) else { return };
+    let group = Group::start_transparent(hosts, 1, NETWORK);
+    ip(&group.hosts, &["route", "add", "default", "dev", "eth0", "table", "51820"]);
+    let mark = ["mark", "0x1062"];
+    for round in 1..=3 {
+        ip(&group.hosts, &["rule", "add", "not", "fwmark", "0xca6c", "table", "51820"]);
+        let get = || ip(&group.hosts, &[&["route", "get", "10.77.0.2"], &mark[..]].concat());
+        assert!(!get().starts_with("local "), "round {round}");
+        until(TIMEOUT, "a repair", || get().starts_with("local "));
+        let rules = ip(&group.hosts, &["rule"]);
+        assert_eq!(rules.matches("fwmark 0x1062").count(), 1, "round {round}: {rules}");
+    }
+}
+
+/// Programs such as kube-proxy, Calico and Cilium set bits of the mark of every packet.
+#[test]
+fn other_programs_may_set_their_bits_in_the_marks_of_packets() {
+    let Some(hosts) = Hosts::start_or_skip(3) else { return };
+    let rule = "add table ip marks; \
+                add chain ip marks out { type route hook output priority mangle; }; \
+                add rule ip marks out meta mark set meta mark | 0xffffef81";
+    (1..=2).for_each(|host| drop(wire::nft(&hosts, host, rule)));
+    let group = Group::start_transparent(hosts, 2, NETWORK);
+    let _engines = [2, 3].map(|host| group.start_engine(host, 7001, &AUTH));
+    for host in [2, 3] {
+        assert_eq!(group.client(1, host, 7001).ask(&["PING"]), "+PONG", "host {host}");
+    }
+    assert_eq!((refused(&group, 1, "loop"), direct(&group, 1)), (0.0, 1.0));
+}
+
+/// Other programs have tables whose names begin as those of agents, and sets of the same names.
+#[test]
+fn tables_of_other_programs_are_not_taken_for_those_of_agents() {
+    let Some(hosts) = Hosts::start_or_skip(1) else { return };
+    for (table, chain, hook) in
+        [("ferrite_fw", "pre", "prerouting"), ("ferrite_1_2", "out", "output")]
+    {
+        let text = format!(
+            "add table ip {table}; add set ip {table} peers {{ type ipv4_addr; flags interval; \
+             elements = {{ 10.77.0.0/24 }}; }}; add set ip {table} ports {{ type inet_service; \
+             flags interval; elements = {{ 7000-7009 }}; }}; \
+             add chain ip {table} {chain} {{ type nat hook {hook} priority -100; }}; \
+             add rule ip {table} {chain} ip daddr 10.99.0.1 tcp dport @ports redirect to :8080"
+        );
+        wire::nft(&hosts, 1, &text);
+    }
+    let group = Group::start_transparent(hosts, 1, NETWORK);
     assert_eq!(group.get(1, "/ready").0, 200);
 }
 
@@ -267,7 +296,7 @@ fn fails_to_start(hosts: &Hosts, user: &[String], options: &[&str]) -> String {
 
 #[test]
 fn second_agent_does_not_take_the_connections_of_the_first() {
-    let Some(hosts) = hosts(2) else { return };
+    let Some(hosts) = Hosts::start_or_skip(2) else { return };
     let mut group = Group::start_transparent(hosts, 1, NETWORK);
     let first = format!("process {} already redirects", group.agent(1).process.0.id());
     for (ports, peers) in [("7002-7003", "10.77.0.2"), ("6379,26379", "10.0.0.0/8")] {
@@ -291,7 +320,7 @@ fn second_agent_does_not_take_the_connections_of_the_first() {
 /// its own. Here nft hides the rules of the first agent from the second one until then.
 #[test]
 fn agent_that_has_set_its_rules_later_gives_way() {
-    let Some(hosts) = hosts(2) else { return };
+    let Some(hosts) = Hosts::start_or_skip(2) else { return };
     let group = Group::start_transparent(hosts, 1, NETWORK);
     let programs = Programs::new();
     chown(programs.0.path(), Some(65_534), Some(65_534)).expect("another owner");
@@ -313,7 +342,7 @@ fn agent_that_has_set_its_rules_later_gives_way() {
 /// An address that moves between hosts is in the list of peers, and this host has it now.
 #[test]
 fn other_addresses_of_this_host_may_be_in_the_list_of_peers() {
-    let Some(hosts) = hosts(2) else { return };
+    let Some(hosts) = Hosts::start_or_skip(2) else { return };
     ip(&hosts, &["addr", "add", "10.77.0.100/32", "dev", "eth0"]);
     let options = [&["--peer", "10.77.0.100"], NETWORK].concat();
     let group = Group::start_transparent(hosts, 1, &options);
@@ -328,7 +357,7 @@ fn other_addresses_of_this_host_may_be_in_the_list_of_peers() {
 
 #[test]
 fn agent_writes_nothing_into_its_home() {
-    let Some(hosts) = hosts(1) else { return };
+    let Some(hosts) = Hosts::start_or_skip(1) else { return };
     let home = TempDir::new("home");
     chown(home.path(), Some(65_534), Some(65_534)).expect("another owner");
     let path = home.path().display().to_string();
@@ -341,49 +370,6 @@ fn agent_writes_nothing_into_its_home() {
     until(TIMEOUT, "the end of nft", || !is_alive(nft));
     let files: Vec<_> = fs::read_dir(home.path()).expect("a directory").flatten().collect();
     assert!(files.is_empty(), "{files:?}");
-}
-
-/// The agent starts without the address of a peer, and looks for it again.
-#[test]
-fn name_of_a_peer_may_be_unknown_at_the_start() {
-    let Some(hosts) = hosts(2) else { return };
-    let names = TempDir::new("names");
-    let file = names.file("hosts", "127.0.0.1 localhost\n");
-    // No server of names answers in the namespace, which the agent notices at once.
-    let servers = names.file("resolv.conf", "nameserver 127.0.0.1\n");
-    let mount = format!(
-        "mount --bind {} /etc/hosts && mount --bind {} /etc/resolv.conf && exec \"$0\" \"$@\"",
-        file.display(),
-        servers.display()
-    );
-    let start = |host: usize, peer: &str| {
-        let (listen, alias) = (hosts.ip(host), format!("127.1.0.{host}"));
-        let words = ["agent", "--alias", &alias, "--listen", &listen, "--peer", peer];
-        let more = ["--ports", "7001", "--rdma", "forbid", "--allow-unauthenticated-peers", "yes"];
-        // `accept_all` knows no passwords.
-        let more = [&more[..], &["--protected-mode", "no"]].concat();
-        let agent = Running::command(&[&words[..], &more].concat());
-        let mut command = Command::new("unshare");
-        command.args(["-m", "sh", "-c", &mount]).arg(agent.get_program()).args(agent.get_args());
-        hosts.within(host, || Running::spawn(&mut command))
-    };
-    let agents = [start(1, "127.1.0.2=host2.test"), start(2, "127.1.0.1=10.77.0.1")];
-    let ready = || hosts.within(1, || agents[0].get("/ready"));
-    until(TIMEOUT, "an unknown name", || {
-        let (status, body) = ready();
-        assert_eq!(status, 503, "{body}");
-        body.contains("127.1.0.2 (host2.test:7470)") && body.contains("cannot resolve host2.test")
-    });
-    fs::write(&file, "10.77.0.2 host2.test\n").expect("written");
-    // Links of the peer are accepted, too, now that its address is known.
-    until(TIMEOUT, "links", || {
-        ready().0 == 200 && hosts.within(2, || agents[1].get("/ready").0 == 200)
-    });
-    accept_all(&hosts, 2, ("127.1.0.2", 7001));
-    let mut program = hosts.within(1, || TcpStream::connect(("127.1.0.2", 7001)).expect("agent"));
-    program.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
-    assert!(is_carried(&mut program));
-    drop(agents);
 }
 
 /// Drops all packets between the hosts, until [`reconnect`].
@@ -407,15 +393,21 @@ fn is_answered(mut program: &TcpStream) -> bool {
     program.read(&mut [0; 64]).is_ok_and(|bytes| bytes > 0)
 }
 
-/// The network is interrupted for longer than an agent may be silent that can be reached.
-#[test]
-fn connections_survive_an_interruption_of_the_network() {
-    let Some(hosts) = hosts(2) else { return };
+/// Starts two hosts with agents, an engine on the second, and a program of the first that uses it.
+fn start_with_program(hosts: Hosts) -> (Group, Engine, TcpStream) {
     let group = Group::start_transparent(hosts, 2, NETWORK);
-    let _engine = group.start_engine(2, 7001, &AUTH);
+    let engine = group.start_engine(2, 7001, &AUTH);
     let mut program = group.connect(1, 2, 7001);
     program.write_all(b"PING\r\n").expect("sent");
     assert!(is_answered(&program));
+    (group, engine, program)
+}
+
+/// The network is interrupted for longer than an agent may be silent that can be reached.
+#[test]
+fn connections_survive_an_interruption_of_the_network() {
+    let Some(hosts) = Hosts::start_or_skip(2) else { return };
+    let (group, _engine, mut program) = start_with_program(hosts);
     disconnect(&group);
     program.write_all(b"PING\r\n").expect("sent");
     std::thread::sleep(Duration::from_secs(5));
@@ -430,12 +422,8 @@ fn connections_survive_an_interruption_of_the_network() {
 /// A host that is gone is noticed before engines would notice it (`cluster-node-timeout`).
 #[test]
 fn connections_to_a_host_that_is_gone_are_reset() {
-    let Some(hosts) = hosts(2) else { return };
-    let group = Group::start_transparent(hosts, 2, NETWORK);
-    let _engine = group.start_engine(2, 7001, &AUTH);
-    let mut program = group.connect(1, 2, 7001);
-    program.write_all(b"PING\r\n").expect("sent");
-    assert!(is_answered(&program));
+    let Some(hosts) = Hosts::start_or_skip(2) else { return };
+    let (group, _engine, mut program) = start_with_program(hosts);
     disconnect(&group);
     let begun = Instant::now();
     assert!(is_reset(&mut program));

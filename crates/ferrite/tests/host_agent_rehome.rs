@@ -183,6 +183,25 @@ fn names_a_command_that_the_engine_lacks() {
 }
 
 #[test]
+fn peer_whose_name_has_no_address_is_left_out() {
+    let Some(hosts) = Hosts::start_or_skip(2) else { return };
+    let _engine = engine(&hosts, &["--bind", "10.77.0.1"]);
+    let program = hosts.within(2, || TcpStream::connect("10.77.0.1:7001"));
+    assert!(answers(&mut program.expect("connected")));
+    let _program = hosts.within(2, || TcpStream::connect("10.77.0.1:7001")).expect("connected");
+    let unknown = "\"127.1.0.3=no-such-host.invalid\"";
+    let peers = format!("{unknown}, \"127.1.0.2=10.77.0.2\"");
+    let Output { status, stdout, stderr } = rehome(&hosts, 1, &peers, &["10.77.0.1:7001"]);
+    let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+    assert!(status.success() && stdout.contains("1 connection bypasses"), "{stdout} {stderr}");
+    let warning = "the connections of peer no-such-host.invalid are not in the list";
+    assert!(stderr.contains("no-such-host.invalid: ") && stderr.contains(warning), "{stderr}");
+    let failed = rehome(&hosts, 1, unknown, &["10.77.0.1:7001"]);
+    let stderr = String::from_utf8_lossy(&failed.stderr);
+    assert!(!failed.status.success() && stderr.contains("the address of no peer"), "{stderr}");
+}
+
+#[test]
 fn finds_connections_over_ipv6_and_those_of_a_bus_at_any_port() {
     const PEERS: &str = "\"127.1.0.2=[fd77::2]\"";
     let Some(hosts) = Hosts::start_or_skip(2) else { return };

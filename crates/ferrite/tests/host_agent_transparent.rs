@@ -28,17 +28,9 @@ use ferrite_testkit::{TIMEOUT, until};
 
 const TCP: &[&str] = &["--rdma", "forbid"];
 
-/// Starts hosts; `None` if this process may not create namespaces.
-#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
-fn hosts(count: usize) -> Option<Hosts> {
-    Hosts::start(count)
-        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
-        .ok()
-}
-
 /// Starts hosts with agents; `None` if this process may not create namespaces.
 fn group(count: usize, options: &[&str]) -> Option<Group> {
-    Some(Group::start_transparent(hosts(count)?, count, &[TCP, options].concat()))
+    Some(Group::start_transparent(Hosts::start_or_skip(count)?, count, &[TCP, options].concat()))
 }
 
 fn direct(group: &Group, host: usize) -> f64 {
@@ -76,7 +68,7 @@ fn engine_sees_the_address_and_the_port_of_the_program() {
 /// All hosts of the network are peers, but one has no agent.
 #[test]
 fn host_without_an_agent_is_reached_directly() {
-    let Some(hosts) = hosts(3) else { return };
+    let Some(hosts) = Hosts::start_or_skip(3) else { return };
     let group = Group::start_transparent(hosts, 2, &[TCP, &["--peer", "10.77.0.0/24"]].concat());
     let engine = group.start_engine(3, 7001, &AUTH);
     let mut client = group.client(1, 3, 7001);
@@ -93,7 +85,7 @@ fn host_without_an_agent_is_reached_directly() {
 
 #[test]
 fn host_without_an_agent_is_not_reached_if_direct_connections_are_refused() {
-    let Some(hosts) = hosts(3) else { return };
+    let Some(hosts) = Hosts::start_or_skip(3) else { return };
     let options = ["--peer", "10.77.0.0/24", "--direct", "refuse"];
     let group = Group::start_transparent(hosts, 2, &[TCP, &options].concat());
     let _engine = group.start_engine(3, 7001, &AUTH);
@@ -210,7 +202,7 @@ fn fails_to_start(hosts: &Hosts, user: &[&str], words: &[&str]) -> (Option<i32>,
 
 #[test]
 fn wrong_settings_and_missing_privileges_are_explained() {
-    let Some(hosts) = hosts(1) else { return };
+    let Some(hosts) = Hosts::start_or_skip(1) else { return };
     let own = ["--mode", "transparent", "--listen", "10.77.0.1", "--ports", "7001"];
     let own = [&own[..], &["--allow-unauthenticated-peers", "yes"]].concat();
     let peer = ["--peer", "10.77.0.2"];
@@ -244,8 +236,8 @@ fn wrong_settings_and_missing_privileges_are_explained() {
     for command in [
         "sysctl -w net.ipv4.tcp_fwmark_accept=1",
         "sysctl -w net.ipv4.fwmark_reflect=1",
-        "ip rule add fwmark 0xfe1 lookup 4065",
-        "ip route replace local default dev lo table 4065",
+        "ip rule add fwmark 0x1062/0x107e lookup 4194",
+        "ip route replace local default dev lo table 4194",
     ] {
         assert!(error.contains(command), "{command}: {error}");
         let words: Vec<_> = command.split(' ').collect();
@@ -260,7 +252,7 @@ fn wrong_settings_and_missing_privileges_are_explained() {
 
 #[test]
 fn agent_does_not_start_if_rules_of_others_come_first() {
-    let Some(hosts) = hosts(1) else { return };
+    let Some(hosts) = Hosts::start_or_skip(1) else { return };
     let text = "add table ip other; add chain ip other out { type nat hook output priority -150; }; \
                 add rule ip other out ip daddr 10.77.0.2 tcp dport 7001 redirect to :15001";
     wire::nft(&hosts, 1, text);

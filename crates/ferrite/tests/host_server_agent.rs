@@ -10,6 +10,7 @@ mod metrics {
 }
 mod server {
     pub(crate) mod harness;
+    pub(crate) mod unit;
 }
 
 use std::fs::Permissions;
@@ -19,102 +20,46 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use agent::harness::{PASSWORD, sum};
+use agent::harness::PASSWORD;
 use agent::wire;
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::process::{is_alive, signal};
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{TIMEOUT, TempDir, free_port};
-use metrics::harness::Admin;
-use serde_json::Value;
-use server::harness::{Server, Setup, connect, directory};
+use server::harness::{Server, Setup, directory};
+use server::unit::Unit;
 
-/// The admin port of each agent.
-const ADMIN: &str = "127.0.0.1:9471";
-/// The engines' password and that of their primaries.
-const AUTH: &str = "requirepass = \"secret\"\nmasterauth = \"secret\"";
-
-/// `ferrite server` with an agent, on a host.
-struct Unit<'a> {
-    server: Server,
-    /// The event `ready`.
-    event: Value,
-    host: usize,
-    hosts: &'a Hosts,
-    _directory: TempDir,
+/// Starts an engine at port 7001 and an agent with these keys for replication and the cluster.
+/// `agent` and `engine` have further lines of their sections.
+fn start<'a>(hosts: &'a Hosts, host: usize, keys: &str, agent: &str, engine: &str) -> Unit<'a> {
+    let sections = format!(
+        "{engine}\n{keys}\n[agent]\nmode = \"transparent\"\nlisten = \"{}\"\n\
+         peers = [\"10.77.0.1\", \"10.77.0.2\"]\nports = [\"7001-7002\", \"17001-17002\"]\n\
+         allow_unauthenticated_peers = true\n{agent}\n",
+        hosts.ip(host)
+    );
+    Unit::start(hosts, host, "", &sections)
 }
 
-impl<'a> Unit<'a> {
-    /// Starts an engine at port 7001 and an agent with these keys for replication and the cluster.
-    /// `agent` and `engine` have further lines of their sections.
-    fn start(hosts: &'a Hosts, host: usize, keys: &str, agent: &str, engine: &str) -> Self {
-        let directory = directory();
-        let engine = format!(
-            "{AUTH}\n{engine}\n{keys}\n[agent]\nmode = \"transparent\"\nlisten = \"{}\"\n\
-             peers = [\"10.77.0.1\", \"10.77.0.2\"]\nports = [\"7001-7002\", \"17001-17002\"]\n\
-             allow_unauthenticated_peers = true\n{agent}\n",
-            hosts.ip(host)
-        );
-        let setup = Setup {
-            server: &format!("agent_admin_listen = \"{ADMIN}\""),
-            network: "port = 7001",
-            engine: &engine,
-        };
-        let mut server = hosts.within(host, || Server::start_with_agent(&directory, &setup));
-        let event = server.event("ready");
-        Self { server, event, host, hosts, _directory: directory }
+/// Waits until the processes that the server had started are gone, and the rules with them. A
+/// killed process needs a moment for that.
+fn assert_nothing_left(unit: &Unit<'_>, children: &[u32]) {
+    for child in children {
+        until_or(TIMEOUT, "no orphans", || !is_alive(*child), || format!("{child} is left"));
     }
+    let rules = || wire::nft(unit.hosts, unit.host, "list ruleset");
+    until_or(TIMEOUT, "no rules", || !rules().contains("redirect to"), rules);
+}
 
-    fn engine(&self) -> u32 {
-        u32::try_from(self.event["pid"].as_u64().expect("an id")).expect("an id")
-    }
-
-    /// Returns a client at the engine's Unix socket.
-    fn client(&self) -> Client {
-        let mut client = connect(&self.event);
-        client.ok(&["AUTH", PASSWORD]);
-        client
-    }
-
-    fn ready(&self) -> (u16, String) {
-        self.hosts.within(self.host, || Admin(ADMIN.into()).get("/ready"))
-    }
-
-    fn counter(&self, name: &str, part: &str) -> f64 {
-        let samples = self.hosts.within(self.host, || Admin(ADMIN.into()).scrape());
-        sum(&samples, name, part)
-    }
-
-    fn wait_until_ready(&self) {
-        until_or(TIMEOUT, "the unit is ready", || self.ready().0 == 200, || self.server.log());
-    }
-
-    fn wait_for_replica(&self) {
-        let mut client = self.client();
-        let is_up = || client.text(&["INFO", "replication"]).contains("master_link_status:up");
-        until_or(TIMEOUT, "a replica", is_up, || self.server.log());
-    }
-
-    /// Waits until the processes that the server had started are gone, and the rules with them. A
-    /// killed process needs a moment for that.
-    fn assert_nothing_left(&self, children: &[u32]) {
-        for child in children {
-            until_or(TIMEOUT, "no orphans", || !is_alive(*child), || format!("{child} is left"));
-        }
-        let rules = || wire::nft(self.hosts, self.host, "list ruleset");
-        until_or(TIMEOUT, "no rules", || !rules().contains("redirect to"), rules);
-    }
-
-    /// Returns all processes that the server has started: the engine, and the owner of the rules.
-    fn children(&self) -> Vec<u32> {
-        let tasks = format!("/proc/{}/task", self.server.id());
-        let tasks = Path::new(&tasks).read_dir().expect("a process").flatten();
-        let read = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children"));
-        let ids = tasks.filter_map(|task| read(task).ok());
-        let ids: Vec<_> = ids.map(|ids| ids.trim().to_owned()).collect();
-        ids.join(" ").split_whitespace().map(|id| id.parse().expect("an id")).collect()
-    }
+/// Returns all processes that the server has started: the engine, and the owner of the rules.
+fn children(unit: &Unit<'_>) -> Vec<u32> {
+    let tasks = format!("/proc/{}/task", unit.server.id());
+    let tasks = Path::new(&tasks).read_dir().expect("a process").flatten();
+    let read = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children"));
+    let ids = tasks.filter_map(|task| read(task).ok());
+    let ids: Vec<_> = ids.map(|ids| ids.trim().to_owned()).collect();
+    ids.join(" ").split_whitespace().map(|id| id.parse().expect("an id")).collect()
 }
 
 /// Starts hosts and counts the packets between them; `None` if this process may not do that.
@@ -138,9 +83,9 @@ fn replication_goes_over_the_agents_and_a_signal_ends_all_parts_in_order() {
     let Some(hosts) = hosts(2) else { return };
     let keys = "[replication]\ntransport = \"auto\"\n[cluster]\ntransport = \"auto\"\n\
                 [cluster.rdma]\ngossip_rdma = true\nmigration_rdma = true";
-    let mut primary = Unit::start(&hosts, 1, keys, "", "");
+    let mut primary = start(&hosts, 1, keys, "", "");
     // Its first connection already goes over the agent.
-    let replica = Unit::start(&hosts, 2, keys, "", "replicaof = \"10.77.0.1 7001\"");
+    let replica = start(&hosts, 2, keys, "", "replicaof = \"10.77.0.1 7001\"");
     [&primary, &replica].iter().for_each(|unit| unit.wait_until_ready());
     replica.wait_for_replica();
     let mut client = primary.client();
@@ -159,12 +104,12 @@ fn replication_goes_over_the_agents_and_a_signal_ends_all_parts_in_order() {
     replica.wait_until_ready();
 
     client.ok(&["SET", "last", "word"]);
-    let children = primary.children();
-    assert_eq!(children.len(), 3, "the engine, the owner of the rules, its relay: {children:?}");
+    let started = children(&primary);
+    assert_eq!(started.len(), 3, "the engine, the owner of the rules, its relay: {started:?}");
     primary.server.signal("TERM");
     assert_eq!(primary.server.event("ended")["code"], 0);
     assert_eq!(primary.server.end().0, Some(0));
-    primary.assert_nothing_left(&children);
+    assert_nothing_left(&primary, &started);
     assert_eq!(replica.client().text(&["GET", "last"]), "word");
     assert_in_order(
         &primary.server.log(),
@@ -188,8 +133,8 @@ fn replication_goes_over_the_agents_and_a_signal_ends_all_parts_in_order() {
 fn replication_with_transport_tcp_passes_the_agents_by() {
     let Some(hosts) = hosts(2) else { return };
     let keys = "[replication]\ntransport = \"tcp\"";
-    let primary = Unit::start(&hosts, 1, keys, "", "");
-    let replica = Unit::start(&hosts, 2, keys, "", "replicaof = \"10.77.0.1 7001\"");
+    let primary = start(&hosts, 1, keys, "", "");
+    let replica = start(&hosts, 2, keys, "", "replicaof = \"10.77.0.1 7001\"");
     [&primary, &replica].iter().for_each(|unit| unit.wait_until_ready());
     replica.wait_for_replica();
     let (engines, links) = wire::packets(&hosts, 1);
@@ -209,12 +154,12 @@ fn replication_with_transport_tcp_passes_the_agents_by() {
 #[test]
 fn killed_engine_ends_the_unit_at_once_with_a_cause() {
     let Some(hosts) = hosts(2) else { return };
-    let other = Unit::start(&hosts, 1, "", "", "");
-    let mut unit = Unit::start(&hosts, 2, "", "drain = \"1h\"", "");
+    let other = start(&hosts, 1, "", "", "");
+    let mut unit = start(&hosts, 2, "", "drain = \"1h\"", "");
     [&other, &unit].iter().for_each(|unit| unit.wait_until_ready());
     let mut client = hosts.within(2, || Client::to_tcp("10.77.0.1:7001"));
     client.ok(&["AUTH", PASSWORD]);
-    let children = unit.children();
+    let started = children(&unit);
     let begun = Instant::now();
     signal("KILL", unit.engine());
     assert_eq!(unit.server.event("ended")["code"], 137);
@@ -224,7 +169,7 @@ fn killed_engine_ends_the_unit_at_once_with_a_cause() {
     let log = unit.server.log();
     assert!(log.contains("agent: resetting all connections now"), "{log}");
     assert!(log.contains("the engine was killed by signal 9"), "{log}");
-    unit.assert_nothing_left(&children);
+    assert_nothing_left(&unit, &started);
     // The other unit sees the loss, and its engine still serves its clients.
     assert_eq!(other.client().ask(&["PING"]), "+PONG");
 }

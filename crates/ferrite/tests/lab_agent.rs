@@ -25,6 +25,7 @@ mod metrics {
 }
 mod server {
     pub(crate) mod harness;
+    pub(crate) mod unit;
 }
 
 use std::collections::BTreeMap;

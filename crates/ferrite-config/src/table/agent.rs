@@ -58,11 +58,11 @@ pub static PEERS: Setting = setting(
     Kind::List(is_peer),
     "",
     "The other hosts of the group. With `mode alias`, each is `ALIAS=HOST:PORT`: its alias, and \
-     the address of its agent (port 7470 by default). Names are resolved when the agent starts. \
-     With `mode transparent`, each is an IPv4 address, or a network such as 10.0.0.0/16 whose \
-     hosts may have agents; all these agents must listen on the same port as the agent of this \
-     host. With TLS, the certificate of a host must have `HOST`, or its address, in its \
-     subjectAltName.",
+     the address of its agent (port 7470 by default). Names are resolved when the agent starts, \
+     and again while there is no link to the host. With `mode transparent`, each is an IPv4 \
+     address, or a network such as 10.0.0.0/16 whose hosts may have agents; all these agents must \
+     listen on the same port as the agent of this host. With TLS, the certificate of a host must \
+     have `HOST`, or its address, in its subjectAltName.",
 )
 .of(AGENT);
 

@@ -15,6 +15,7 @@ use std::fmt;
 
 use super::hello::Version;
 use super::{field, put};
+use crate::deceptive::is_deceptive;
 
 /// The first bytes of a [`Refusal`].
 pub const REFUSAL_MAGIC: [u8; 4] = *b"FRNO";
@@ -131,7 +132,7 @@ impl Refusal {
         let [text_bytes] = field(bytes, 12)?;
         let text = bytes.get(TEXT_AT..)?;
         let text = &text[..text.len().min(text_bytes.into()).min(Self::TEXT_BYTES_MAX)];
-        let mut text = String::from_utf8_lossy(text).replace(char::is_control, "?");
+        let mut text = String::from_utf8_lossy(text).replace(is_deceptive, "?");
         // A replacement character may be longer than the bytes that it replaces.
         text.truncate(truncate(&text).len());
         Some(Self { version: Version { major, minor }, code, retry_after_ms, text })
@@ -206,6 +207,8 @@ mod tests {
     #[test]
     fn makes_hostile_texts_printable() {
         assert_eq!(decoded_text(b"a\r\n\x1B[2Jb\x7F\xC2\x9B").as_deref(), Some("a???[2Jb??"));
+        let reordered = "ok\u{202E}gnih\u{2028} \u{2066}\u{200B}\u{E0041}";
+        assert_eq!(decoded_text(reordered.as_bytes()).as_deref(), Some("ok?gnih? ???"));
         assert_eq!(decoded_text(b"\xFFok\xC3").as_deref(), Some("\u{FFFD}ok\u{FFFD}"));
         assert_eq!(decoded_text(&[0xFF; 200]), Some("\u{FFFD}".repeat(40)));
         let mut truncated = refusal("abc").encode();
@@ -229,7 +232,7 @@ mod tests {
             minor: u8,
             code: u16,
             retry_after_ms: u32,
-            text in "\\PC{0,30}",
+            text in "[^\\pC\\p{Zl}\\p{Zp}]{0,30}",
             padding in 0..9_usize
         ) {
             let version = Version { major, minor };
@@ -246,7 +249,7 @@ mod tests {
             }
             if let Some(refusal) = Refusal::decode(&bytes) {
                 prop_assert!(refusal.encode().len() <= REFUSAL_BYTES_MAX);
-                prop_assert!(!refusal.text.contains(char::is_control));
+                prop_assert!(!refusal.text.contains(is_deceptive));
                 prop_assert_eq!(Refusal::decode(&refusal.encode()), Some(refusal));
             }
         }

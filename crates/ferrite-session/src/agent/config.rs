@@ -1,7 +1,7 @@
 //! The settings of an agent.
 
 use std::fmt;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use ferrite_config::peer::Network;
@@ -89,9 +89,16 @@ impl AgentPeer {
 pub enum PeerAddress {
     /// The address is known.
     Known(SocketAddr),
-    /// A name whose address is not known yet, and the port. Before the agent opens a link, it looks
-    /// for the address.
-    Name(String, u16),
+    /// A name and a port. While there is no link to the peer, the agent looks for the address again
+    /// and again.
+    Name {
+        /// The name.
+        host: String,
+        /// The port.
+        port: u16,
+        /// The address that was found last.
+        found: Option<SocketAddr>,
+    },
 }
 
 impl PeerAddress {
@@ -100,15 +107,23 @@ impl PeerAddress {
     pub fn known(&self) -> Option<SocketAddr> {
         match self {
             Self::Known(address) => Some(*address),
-            Self::Name(..) => None,
+            Self::Name { found, .. } => *found,
         }
+    }
+
+    /// Returns whether the address is that of a name, and may change.
+    #[must_use]
+    pub fn is_name(&self) -> bool {
+        matches!(self, Self::Name { .. })
     }
 
     /// Returns the host without its port.
     fn host(&self) -> String {
         match self {
-            Self::Known(address) => address.ip().to_string(),
-            Self::Name(name, _) => name.clone(),
+            Self::Known(address) | Self::Name { found: Some(address), .. } => {
+                address.ip().to_string()
+            }
+            Self::Name { host, found: None, .. } => host.clone(),
         }
     }
 }
@@ -122,8 +137,8 @@ impl From<SocketAddr> for PeerAddress {
 impl fmt::Display for PeerAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Known(address) => address.fmt(f),
-            Self::Name(name, port) => write!(f, "{name}:{port}"),
+            Self::Known(address) | Self::Name { found: Some(address), .. } => address.fmt(f),
+            Self::Name { host, port, found: None } => write!(f, "{host}:{port}"),
         }
     }
 }
@@ -145,6 +160,26 @@ impl AgentConfig {
             protected_mode: true,
             drain_timeout: Duration::from_secs(30),
         }
+    }
+
+    /// Checks that an address that was found for the name of a peer is not one of this host.
+    /// Without TLS, every program of this host could then pretend to be the peer.
+    ///
+    /// # Errors
+    /// Returns what is wrong with the address.
+    pub fn check_found(&self, ip: IpAddr) -> Result<(), String> {
+        let ip = ip.to_canonical();
+        let local = self.local.map(|local| local.ip());
+        // A group on loopback addresses is for tests.
+        let is_test = local.is_some_and(|local| local.is_loopback());
+        if ip.is_loopback() && !is_test || ip.is_unspecified() {
+            return Err(format!("{ip} is not the address of another host"));
+        }
+        let mut own = self.own.iter().map(SocketAddr::ip).chain(local);
+        if own.any(|own| own == ip) || !is_test && is_of_this_host(ip) {
+            return Err(format!("{ip} is an address of this host"));
+        }
+        Ok(())
     }
 
     /// Checks that the hosts can be told apart.
@@ -182,6 +217,17 @@ impl AgentConfig {
         }
         Ok(())
     }
+}
+
+/// Returns whether the kernel connects from an address to itself, which it does for the first
+/// address of each network of this host. Sends nothing.
+fn is_of_this_host(ip: IpAddr) -> bool {
+    let any = if ip.is_ipv6() { IpAddr::from([0; 16]) } else { IpAddr::from([0; 4]) };
+    let source = UdpSocket::bind((any, 0)).and_then(|socket| {
+        socket.connect((ip, 9))?;
+        socket.local_addr()
+    });
+    source.is_ok_and(|source| source.ip() == ip)
 }
 
 #[cfg(test)]
@@ -225,5 +271,26 @@ mod tests {
             let error = check(peers, ports).expect_err(expected);
             assert!(error.contains(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn names_must_not_lead_to_this_host() {
+        let mut config = AgentConfig::new([127, 1, 0, 1].into());
+        config.local = Some(([198, 51, 100, 1], 0).into());
+        config.own = vec![([198, 51, 100, 1], 7470).into(), ([198, 51, 100, 9], 9121).into()];
+        let check = |config: &AgentConfig, ip: &str| config.check_found(ip.parse().expect("an IP"));
+        assert_eq!(check(&config, "198.51.100.2"), Ok(()));
+        for ip in ["127.0.0.1", "127.0.1.1", "::1", "0.0.0.0", "::", "::ffff:127.0.0.1"] {
+            assert!(
+                check(&config, ip).expect_err(ip).contains("not the address of another"),
+                "{ip}"
+            );
+        }
+        for ip in ["198.51.100.1", "198.51.100.9", "::ffff:198.51.100.1"] {
+            assert!(check(&config, ip).expect_err(ip).contains("of this host"), "{ip}");
+        }
+        config.local = Some(([127, 0, 0, 1], 0).into());
+        assert_eq!(check(&config, "127.0.0.2"), Ok(()));
+        assert!(check(&config, "127.0.0.1").is_err());
     }
 }

@@ -90,30 +90,62 @@ async fn connect(shared: Arc<Shared>, peer: Arc<Peer>) {
     }
 }
 
-/// Looks for the address of a peer until it is known. Without it, the peer's links are not accepted
-/// if there is no TLS, even if no program of this host connects to the peer.
-pub(super) async fn find_address(shared: Arc<Shared>, peer: Arc<Peer>) {
-    while peer.address().known().is_none() {
-        sleep(FIRST_PAUSE).await;
+/// While there is no link to a peer, looks again and again for the address that its name stands
+/// for, and connects. The first answer may be wrong, and a peer may move. Without its address, the
+/// peer's links are not accepted if there is no TLS, even if no program of this host connects to
+/// the peer. While there is a link, the address stays.
+pub(super) async fn follow_name(shared: Arc<Shared>, peer: Arc<Peer>) {
+    loop {
+        sleep(peer.pause().max(FIRST_PAUSE)).await;
+        if peer.link_count() > 0 {
+            continue;
+        }
+        // If the address is not known, connecting looks for it.
+        if peer.address().known().is_some()
+            && let Err(why) = look_up(&shared, &peer).await
+        {
+            static LINES: LogLimit = LogLimit::new();
+            if let Some(others) = LINES.pass() {
+                tracing::warn!("the address of {peer} stays as it is: {why}{others}");
+            }
+        }
         let _ = link_to(&shared, &peer).await;
     }
 }
 
 /// Returns the address of a peer. Looks for it if only its name is known.
-async fn address_of(shared: &Shared, peer: &Peer) -> Result<SocketAddr, String> {
-    let (name, port) = match peer.address() {
+async fn address_of(shared: &Shared, peer: &Arc<Peer>) -> Result<SocketAddr, String> {
+    match peer.address().known() {
+        Some(address) => Ok(address),
+        None => look_up(shared, peer).await,
+    }
+}
+
+/// Looks for the address that the name of a peer stands for, which is the peer's from then on.
+async fn look_up(shared: &Shared, peer: &Arc<Peer>) -> Result<SocketAddr, String> {
+    let (name, port, last) = match peer.address() {
         PeerAddress::Known(address) => return Ok(address),
-        PeerAddress::Name(name, port) => (name, port),
+        PeerAddress::Name { host, port, found } => (host, port, found),
     };
     let failed = |why: &dyn fmt::Display| format!("cannot resolve {name}: {why}");
     let found = lookup_host((name.as_str(), port)).await.map_err(|error| failed(&error))?;
+    let found: Vec<_> = found.collect();
+    // A name may have several addresses, in any order.
+    if let Some(last) = last.filter(|last| found.contains(last)) {
+        return Ok(last);
+    }
     // Prefers IPv4 for the same reason as the settings do.
-    let address = found.min_by_key(SocketAddr::is_ipv6).ok_or_else(|| failed(&"no address"))?;
+    let address = found.into_iter().min_by_key(SocketAddr::is_ipv6);
+    let address = address.ok_or_else(|| failed(&"no address"))?;
+    shared.config().check_found(address.ip()).map_err(|why| failed(&why))?;
     // A peer without TLS is recognised by its address.
-    if let Some(other) = shared.peers.at(address.ip()) {
+    if let Some(other) = shared.peers.at(address.ip()).filter(|other| !Arc::ptr_eq(other, peer)) {
         return Err(format!("{name} has the address of another peer, {other}"));
     }
-    peer.set_address(address);
+    if let Some(last) = last.filter(|_| peer.link_count() > 0) {
+        return Ok(last); // the peer has connected meanwhile
+    }
+    peer.set_found(address);
     tracing::info!("the address of {name} is {address}");
     Ok(address)
 }

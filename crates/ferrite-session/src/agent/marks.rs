@@ -17,9 +17,22 @@ use tokio::net::{TcpSocket, TcpStream};
 /// The mark of connections to engines of this host, from the addresses of other hosts. The packets
 /// that the engine sends have the same mark, and a routing rule for the mark keeps them on this
 /// host.
-pub const DELIVERY_MARK: u32 = 0xfe1;
+pub const DELIVERY_MARK: u32 = 0x1062;
 /// The mark of direct connections to other hosts.
-pub const DIRECT_MARK: u32 = 0xfe2;
+pub const DIRECT_MARK: u32 = 0x1064;
+/// The bits of a mark that are compared with the two marks. Programs that mark packets of all
+/// connections use other bits, and may set them in the packets of this agent:
+///
+/// | bits | program |
+/// |---|---|
+/// | 0 | Antrea |
+/// | 7 (0x80) | AWS VPC CNI; Cilium |
+/// | 8-11 (0xf00) | Cilium: 0 means that the other bits are no identity of Cilium |
+/// | 13 (0x2000) | the CNI plugin portmap |
+/// | 14, 15 (0xc000) | kube-proxy |
+/// | 16-31 | Calico; Cilium, Weave Net and Tailscale use some of them |
+pub const MARK_BITS: u32 = 0x107e;
+const _: () = assert!(DELIVERY_MARK & !MARK_BITS == 0 && DIRECT_MARK & !MARK_BITS == 0);
 
 /// The local addresses of this agent's direct connections.
 ///

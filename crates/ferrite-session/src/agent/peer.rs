@@ -88,9 +88,14 @@ impl Peer {
         self.address.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sets the address that the name of the peer stands for.
-    pub(super) fn set_address(&self, address: SocketAddr) {
-        *self.address.write().unwrap_or_else(PoisonError::into_inner) = address.into();
+    /// Sets the address that the name of the peer stands for. The agent may then connect at once.
+    pub(super) fn set_found(&self, address: SocketAddr) {
+        let mut now = self.address.write().unwrap_or_else(PoisonError::into_inner);
+        if let PeerAddress::Name { found, .. } = &mut *now {
+            *found = Some(address);
+        }
+        drop(now);
+        self.lock().links.handle_moved();
     }
 
     /// Returns the address of the peer's host, if it is known.
@@ -176,6 +181,11 @@ impl Peer {
         drop(state);
         self.changed.notify_waiters();
         pause
+    }
+
+    /// Returns the pause after the last failure.
+    pub(super) fn pause(&self) -> Duration {
+        self.lock().links.pause()
     }
 
     /// Returns why there is no link, as far as that is known.

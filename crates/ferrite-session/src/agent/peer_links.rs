@@ -127,6 +127,13 @@ impl PeerLinks {
         }
     }
 
+    /// Notes that the peer has another address now. Ends the pause, because the attempts at the old
+    /// one have failed.
+    pub(super) fn handle_moved(&mut self) {
+        self.again_at = None;
+        self.pause = Duration::ZERO;
+    }
+
     /// Notes a new link. If there are now two links for the streams of this side, returns the one
     /// that must end when its streams have ended.
     pub(super) fn handle_up(
@@ -141,8 +148,7 @@ impl PeerLinks {
         }
         // Ends the pause even if the peer has opened the link: then this agent can probably open
         // one, too.
-        self.again_at = None;
-        self.pause = Duration::ZERO;
+        self.handle_moved();
         let new = Active { id, side, peer_instance, since: now };
         let Some(sharing) = self.sharing else {
             if side == Side::Caller {
@@ -224,6 +230,18 @@ mod tests {
         // A link that the peer opens ends the pause. After the next failure, the pause is as short
         // as after the first one.
         handle_contact(&mut links, now);
+        assert!(matches!(links.next_step(now), Step::Connect { .. }));
+        links.handle_failure(now);
+        assert_eq!(links.pause(), FIRST_PAUSE);
+    }
+
+    #[test]
+    fn another_address_ends_the_pause() {
+        let (mut links, now) = links();
+        links.next_step(now);
+        links.handle_failure(now);
+        assert_eq!(links.next_step(now), Step::Unavailable);
+        links.handle_moved();
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
         links.handle_failure(now);
         assert_eq!(links.pause(), FIRST_PAUSE);

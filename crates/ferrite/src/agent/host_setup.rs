@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use ferrite_config::peer::{self, Network};
-use ferrite_session::agent::DELIVERY_MARK;
+use ferrite_session::agent::{DELIVERY_MARK, MARK_BITS};
 use tokio::process::Command;
 use tokio::time::timeout;
 
@@ -20,6 +20,8 @@ use tokio::time::timeout;
 const SYSCTLS: [&str; 2] = ["net.ipv4.tcp_fwmark_accept", "net.ipv4.fwmark_reflect"];
 /// The number of the routing table: that of the mark, because small numbers are often in use.
 const TABLE: u32 = DELIVERY_MARK;
+/// How many routing rules to delete at most before a new one is added. Usually there is one.
+const RULES_MAX: usize = 100;
 /// How long `ip` may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -29,15 +31,17 @@ pub(crate) fn commands() -> String {
     for name in SYSCTLS {
         let _ = writeln!(text, "sysctl -w {name}=1"); // writing to a String cannot fail
     }
-    for words in [rule(), route()] {
+    for words in [rule("add"), route()] {
         let _ = writeln!(text, "ip {}", words.join(" "));
     }
     text
 }
 
-fn rule() -> Vec<String> {
-    let (mark, table) = (format!("{DELIVERY_MARK:#x}"), TABLE.to_string());
-    ["rule", "add", "fwmark", &mark, "lookup", &table].map(Into::into).into()
+/// Returns the words that add the routing rule, or delete it. The kernel puts a rule without a
+/// priority before all others but the first, which is for addresses of this host.
+fn rule(action: &str) -> Vec<String> {
+    let (mark, table) = (format!("{DELIVERY_MARK:#x}/{MARK_BITS:#x}"), TABLE.to_string());
+    ["rule", action, "fwmark", &mark, "lookup", &table].map(Into::into).into()
 }
 
 fn route() -> Vec<String> {
@@ -71,17 +75,38 @@ fn set(name: &str) -> anyhow::Result<()> {
 }
 
 async fn add_route(peer: Ipv4Addr) -> anyhow::Result<()> {
-    // The kernel refuses a second routing rule of the same content.
-    for words in [route(), rule()] {
-        if is_routed_here(peer).await? {
-            return Ok(());
-        }
-        let output = ip(&words).await?;
-        let error = String::from_utf8_lossy(&output.stderr);
-        anyhow::ensure!(output.status.success(), "ip {}: {}", words.join(" "), error.trim());
-        tracing::info!("ran ip {}", words.join(" "));
+    if is_routed_here(peer).await? {
+        return Ok(());
+    }
+    run(&route()).await?;
+    if !is_routed_here(peer).await? {
+        // The rule is missing, or others have come before it. Adding it moves it to the front, but
+        // leaves the old one: the kernel refuses only a rule with the same priority.
+        delete_rules().await?;
+        run(&rule("add")).await?;
     }
     anyhow::ensure!(is_routed_here(peer).await?, "another routing rule comes first; see `ip rule`");
+    Ok(())
+}
+
+/// Deletes all routing rules like the agent's own.
+async fn delete_rules() -> anyhow::Result<()> {
+    let words = rule("del");
+    // Each time deletes one rule, and fails if there is none.
+    for _ in 0..RULES_MAX {
+        if !ip(&words).await?.status.success() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Runs `ip` with words that change something.
+async fn run(words: &[String]) -> anyhow::Result<()> {
+    let output = ip(words).await?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    anyhow::ensure!(output.status.success(), "ip {}: {}", words.join(" "), error.trim());
+    tracing::info!("ran ip {}", words.join(" "));
     Ok(())
 }
 

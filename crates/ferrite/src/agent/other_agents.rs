@@ -12,7 +12,7 @@ use tokio::process::Command;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::host_setup::find_program;
-use super::redirection::{Redirection, TABLES, TIMEOUT};
+use super::redirection::{Redirection, TIMEOUT, process_of, redirect_port};
 
 /// How long the rules of an agent that was killed may stay.
 const ENDING: Duration = Duration::from_secs(2);
@@ -66,7 +66,7 @@ async fn others(redirection: &Redirection) -> anyhow::Result<Vec<(u64, String)>>
     let names = tables.lines().filter_map(|line| line.trim().strip_prefix("table ip "));
     let own = Redirection::table();
     let mut found = Vec::new();
-    for name in names.filter(|name| name.starts_with(TABLES) && *name != own) {
+    for name in names.filter(|name| process_of(name).is_some() && *name != own) {
         // Without a table of this name, the agent has just ended.
         let Ok(text) = list(name).await else { continue };
         let Some(other) = Other::parse(&text) else { continue };
@@ -93,11 +93,7 @@ fn number(table: &str) -> Option<u64> {
 
 /// Returns the process that a table is named after.
 fn process(table: &str, own: &str) -> String {
-    let parts = |name: &str| {
-        let (pid, namespace) = name.strip_prefix(TABLES)?.split_once('_')?;
-        Some((pid.to_owned(), namespace.to_owned()))
-    };
-    match (parts(table), parts(own)) {
+    match (process_of(table), process_of(own)) {
         (Some((pid, its)), Some((_, own))) if its == own => format!("the agent of process {pid}"),
         (Some((pid, _)), _) => format!("the agent of process {pid} of another container"),
         (None, _) => "another agent".into(),
@@ -105,8 +101,8 @@ fn process(table: &str, own: &str) -> String {
 }
 
 impl Other {
-    /// Parses a table as nft lists it. Returns `None` if it redirects nothing: an agent that ends
-    /// has removed its rule.
+    /// Parses a table as nft lists it. Returns `None` if its last rule is not an agent's: an agent
+    /// that ends has removed its rule.
     fn parse(table: &str) -> Option<Self> {
         let elements = |set: &str| -> Option<Vec<String>> {
             let (_, set) = table.split_once(&format!("set {set} {{"))?;
@@ -114,9 +110,10 @@ impl Other {
             let (elements, _) = elements.split_once('}')?;
             Some(elements.split(',').map(|element| element.trim().to_owned()).collect())
         };
-        if !table.contains("redirect to :") {
-            return None;
-        }
+        // Another program may have a table with such a name and such sets.
+        let (_, chain) = table.split_once("chain out {")?;
+        let (chain, _) = chain.split_once("\n\t}")?;
+        redirect_port(chain.lines().next_back()?)?;
         let networks = elements("peers")?.iter().map(|text| addresses(text)).collect::<Option<_>>();
         let (networks, ports) = (networks?, PortSet::parse(elements("ports")?)?);
         // Without a number, the table counts as the earlier one: both agents give way.
@@ -170,7 +167,8 @@ mod tests {
         \tset ports {\n\t\ttype inet_service\n\t\tflags interval\n\
         \t\telements = { 7001-7002, 26379 }\n\t}\n\
         \tchain out {\n\t\ttype nat hook output priority dstnat; policy accept;\n\
-        \t\tip daddr @peers tcp dport @ports tcp flags syn / fin,syn,rst,ack redirect to :1002 # handle 6\n\
+        \t\tmeta mark & 0x0000107e { 0x00001062, 0x00001064 } return # handle 5\n\
+        \t\tip daddr @peers tcp dport @ports tcp flags 0x2 / 0x1,0x2,0x4,0x10 redirect to :1002 # handle 6\n\
         \t}\n}\n";
 
     fn redirection(networks: &str, ports: &str) -> Redirection {
@@ -206,6 +204,20 @@ mod tests {
         let (begin, _) = TABLE.split_once("\t\tip daddr").expect("a rule");
         let drained = format!("{begin}\t\tct state new return\n\t}}\n}}\n");
         assert_eq!(Other::parse(&drained), None);
+    }
+
+    #[test]
+    fn tables_of_other_programs_are_not_those_of_agents() {
+        let (begin, _) = TABLE.split_once("\tchain out").expect("a chain");
+        let hook = "type nat hook output priority dstnat; policy accept;";
+        for chains in [
+            "\tchain pre {\n\t\ttype nat hook prerouting priority dstnat; policy accept;\n\
+             \t\ttcp dport 80 redirect to :8080\n\t}\n"
+                .to_owned(),
+            format!("\tchain out {{\n\t\t{hook}\n\t\ttcp dport @ports redirect to :1002\n\t}}\n"),
+        ] {
+            assert_eq!(Other::parse(&format!("{begin}{chains}}}\n")), None, "{chains}");
+        }
     }
 
     #[test]

@@ -151,15 +151,29 @@ fn peers(values: &Values) -> anyhow::Result<impl Fn(IpAddr) -> bool + use<>> {
         let why = "no peers; name the agent's configuration file with --config";
         return Err(WrongSettings(why.into()).into());
     }
-    let (mut networks, mut addresses) = (Vec::new(), Vec::new());
+    let (mut networks, mut named) = (Vec::new(), Vec::new());
     for word in words {
         if let Some(network) = peer::network(word) {
             networks.push(network);
         } else if let Some((_, at)) = peer::split(word) {
-            let at = address::parse::<{ table::AGENT_PORT }>(at);
-            addresses.push(at.map_err(|why| anyhow::anyhow!("peer {word}: {why}"))?.ip());
+            let at = address::host_and_port::<{ table::AGENT_PORT }>(at);
+            let (host, port) = at.map_err(|why| anyhow::anyhow!("peer {word}: {why}"))?;
+            named.push((host.to_owned(), port));
         }
     }
+    let found = address::resolve_all(named.clone());
+    let addresses = found.into_iter().zip(named).filter_map(|(found, (host, _))| {
+        let warn = |why: &String| {
+            let why = output::escape_controls(why);
+            eprintln!("ferrite: {why}; the connections of peer {host} are not in the list");
+        };
+        Some(found.inspect_err(warn).ok()?.ip())
+    });
+    let addresses: Vec<_> = addresses.collect();
+    anyhow::ensure!(
+        !(networks.is_empty() && addresses.is_empty()),
+        "the address of no peer is known; see the lines above"
+    );
     Ok(move |ip| match ip {
         IpAddr::V4(v4) => addresses.contains(&ip) || networks.iter().any(|net| net.contains(v4)),
         IpAddr::V6(_) => addresses.contains(&ip),

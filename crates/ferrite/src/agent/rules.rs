@@ -18,7 +18,7 @@ use tokio::time::{sleep, timeout};
 
 use super::host_setup::find_program;
 use super::other_agents;
-use super::redirection::{Redirection, TIMEOUT};
+use super::redirection::{Redirection, TIMEOUT, redirect_port};
 use crate::redirection_state::RedirectionState;
 
 /// Passes its input on, and ends 50 ms after its input. When the agent is killed, the kernel resets
@@ -133,8 +133,7 @@ impl Owner {
         let output = BufReader::new(output).lines();
         let mut owner = Self { child, input, output, errors };
         let listed = owner.run(&redirection.commands()).await?;
-        let last = redirection.last_rule();
-        if !listed.iter().any(|line| is_same_rule(line, &last)) {
+        if !listed.iter().any(|line| redirect_port(line) == Some(redirection.to)) {
             bail!("nft has not set the rules; the chain has: {}", listed.join(" "));
         }
         Ok(owner)
@@ -171,44 +170,9 @@ impl Owner {
     }
 }
 
-/// Compares rules without spaces and brackets, which differ between versions of nft.
-fn is_same_rule(listed: &str, rule: &str) -> bool {
-    let plain = |text: &str| -> String {
-        text.chars().filter(|c| !c.is_whitespace() && !"()".contains(*c)).collect()
-    };
-    // nft 1.1 writes `tcp flags syn / fin,syn,rst,ack`.
-    let [begin, end] = ["ip daddr @peers tcp dport @ports", "redirect to :"].map(plain);
-    let target = |text: &str| text.rsplit_once(':').map(|(_, port)| port.to_owned());
-    let (listed, rule) = (plain(listed), plain(rule));
-    listed.starts_with(&begin) && listed.contains(&end) && target(&listed) == target(&rule)
-}
-
 /// Returns the line of an error that names the cause.
 fn one_line(error: &[u8]) -> String {
     let text = String::from_utf8_lossy(error);
     let mut lines = text.lines().map(str::trim).filter(|line| !matches!(*line, "" | "Error:"));
     lines.next().unwrap_or_default().to_owned()
-}
-
-#[cfg(test)]
-mod tests {
-    use ferrite_config::ports::PortSet;
-
-    use super::*;
-
-    #[test]
-    fn rule_is_found_as_each_version_of_nft_lists_it() {
-        let redirection =
-            Redirection { networks: Vec::new(), ports: PortSet::default(), to: 15_001 };
-        let rule = redirection.last_rule();
-        let begin = "\t\tip daddr @peers tcp dport @ports tcp flags";
-        for (listed, is_same) in [
-            (format!("{begin} & (fin | syn | rst | ack) == syn redirect to :15001"), true),
-            (format!("{begin} syn / fin,syn,rst,ack redirect to :15001"), true),
-            (format!("{begin} syn / fin,syn,rst,ack redirect to :15002"), false),
-            (format!("nft> add rule ip x out {rule}"), false),
-        ] {
-            assert_eq!(is_same_rule(&listed, &rule), is_same, "{listed}");
-        }
-    }
 }

@@ -14,6 +14,9 @@ use super::transparent;
 use crate::address;
 use crate::settings::WrongSettings;
 
+/// What happens if a name has no address that can be used.
+const LOOKING_AGAIN: &str = "trying again while the agent runs";
+
 /// The settings, with the addresses parsed.
 pub(crate) struct Setup {
     pub(super) values: Values,
@@ -93,6 +96,7 @@ fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentC
     let admin = values.text(&table::ADMIN_LISTEN);
     let admin = admin.and_then(|text| text.parse::<SocketAddr>().ok());
     config.own.extend(admin);
+    forget_own_addresses(&mut config);
     config.tls = tls(values)?;
     reconfigure(&mut config, values);
     Ok(config)
@@ -103,30 +107,50 @@ fn alias_config(values: &Values) -> anyhow::Result<AgentConfig> {
         let why = "--alias is missing; give this host a loopback address, such as 127.1.0.1";
         return Err(WrongSettings(why.into()).into());
     };
-    let peers = values.list(&table::PEERS).iter().map(|word| {
+    let words = values.list(&table::PEERS);
+    let peers = words.iter().map(|word| {
         let Some((alias, at)) = peer::split(word) else {
             let why = format!("--peer {word}: with `mode alias`, a peer is ALIAS=HOST:PORT");
             return Err(WrongSettings(why).into());
         };
-        let wrong = |why: String| anyhow::anyhow!("--peer {word}: {why}");
-        let (host, port) = address::host_and_port::<{ table::AGENT_PORT }>(at).map_err(wrong)?;
+        let at = address::host_and_port::<{ table::AGENT_PORT }>(at);
+        let (host, port) = at.map_err(|why| anyhow::anyhow!("--peer {word}: {why}"))?;
+        Ok((alias, (host.to_owned(), port)))
+    });
+    let (aliases, at): (Vec<_>, Vec<_>) =
+        peers.collect::<anyhow::Result<Vec<_>>>()?.into_iter().unzip();
+    let found = address::resolve_all(at.clone());
+    let peers = words.iter().zip(aliases).zip(at.into_iter().zip(found));
+    let peers = peers.map(|((word, alias), ((host, port), found))| {
         // A certificate cannot have the name of an address with an interface (`fe80::1%eth0`). Such
         // a peer has only the name that `AgentPeer::new` gives it.
-        let name = ServerName::try_from(host.to_owned());
-        match (address::resolve(host, port), name) {
-            (Ok(address), Ok(name)) => Ok(AgentPeer { name, ..AgentPeer::new(alias, address) }),
-            (Ok(address), Err(_)) => Ok(AgentPeer::new(alias, address)),
-            (Err(why), Ok(name)) => {
-                tracing::warn!("--peer {word}: {why}; trying again while the agent runs");
-                Ok(AgentPeer { alias, address: PeerAddress::Name(host.to_owned(), port), name })
-            }
-            (Err(why), Err(_)) => Err(wrong(why)),
+        let Ok(name @ ServerName::DnsName(_)) = ServerName::try_from(host.clone()) else {
+            let address = found.map_err(|why| anyhow::anyhow!("--peer {word}: {why}"))?;
+            return Ok(AgentPeer::new(alias, address));
+        };
+        if let Err(why) = &found {
+            tracing::warn!("--peer {word}: {why}; {LOOKING_AGAIN}");
         }
+        Ok(AgentPeer { alias, address: PeerAddress::Name { host, port, found: found.ok() }, name })
     });
     let mut config = AgentConfig::new(alias);
     config.peers = peers.collect::<anyhow::Result<_>>()?;
     config.ports = ports(values, &table::PORTS);
     Ok(config)
+}
+
+/// Forgets addresses of this host that were found for the names of peers.
+fn forget_own_addresses(config: &mut AgentConfig) {
+    let mut peers = std::mem::take(&mut config.peers);
+    for AgentPeer { alias, address, .. } in &mut peers {
+        if let PeerAddress::Name { host, found, .. } = address
+            && let Some(Err(why)) = found.map(|found| config.check_found(found.ip()))
+        {
+            tracing::warn!("--peer {alias}={host}: {why}; {LOOKING_AGAIN}");
+            *found = None;
+        }
+    }
+    config.peers = peers;
 }
 
 /// Reads the certificates and the key, if the settings name them.

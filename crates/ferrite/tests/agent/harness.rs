@@ -2,7 +2,8 @@
 #![allow(dead_code, reason = "no test binary uses all of it")]
 
 use std::collections::BTreeMap;
-use std::net::TcpStream;
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -391,4 +392,23 @@ pub(crate) fn sum(samples: &BTreeMap<String, f64>, name: &str, part: &str) -> f6
         rest.starts_with(name) && series.contains(part)
     };
     samples.iter().filter(|(series, _)| is_meant(series)).map(|(_, value)| value).sum()
+}
+
+/// Accepts connections to an address of a host. Closes each when its program does, as an engine
+/// would: the other direction of a connection that is closed in one direction may stay open.
+pub(crate) fn accept_all(hosts: &Hosts, host: usize, at: (&str, u16)) {
+    let listener = hosts.within(host, || TcpListener::bind(at).expect("listen"));
+    std::thread::spawn(move || {
+        for mut socket in listener.incoming().map_while(Result::ok) {
+            std::thread::spawn(move || {
+                let _ = socket.write_all(b"+PONG\r\n"); // the agent may have reset it
+                let _ = std::io::copy(&mut socket, &mut std::io::sink());
+            });
+        }
+    });
+}
+
+/// Returns whether [`accept_all`] has accepted a connection, which is not reset.
+pub(crate) fn is_carried(socket: &mut TcpStream) -> bool {
+    socket.read_exact(&mut [0; 7]).is_ok()
 }

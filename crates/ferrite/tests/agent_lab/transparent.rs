@@ -30,42 +30,41 @@ fn group(count: usize, engine: Option<&Path>) -> Option<Group> {
     Some(Group::start_transparent_as(hosts, count, OPTIONS, strings(RDMA_NETWORK_ADMIN), engines))
 }
 
-fn cluster_works(engine: Option<&Path>) {
+/// Runs a test on three hosts, which must exchange no TCP packets.
+fn with_three_hosts(engine: Option<&Path>, test: impl FnOnce(&Group)) {
     let Some(group) = group(3, engine) else { return };
-    cluster::works(&group, false);
+    test(&group);
+    assert_eq!(tcp_packets(&group.hosts), (0, 0), "TCP packets between the hosts");
+}
+
+fn cluster_works(group: &Group) {
+    cluster::works(group, false);
     for host in 1..=3 {
         let samples = group.scrape(host);
         for peer in (1..=3).filter(|peer| *peer != host) {
-            assert!(links_to(&group, &samples, peer) == 2.0, "{samples:?}");
+            assert!(links_to(group, &samples, peer) == 2.0, "{samples:?}");
         }
     }
-    assert_eq!(tcp_packets(&group.hosts), (0, 0), "TCP packets between the hosts");
 }
 
 #[test]
 fn cluster_of_redis_works() {
-    cluster_works(Some(Path::new(REDIS)));
+    with_three_hosts(Some(Path::new(REDIS)), cluster_works);
 }
 
 #[test]
 fn cluster_of_valkey_works() {
-    cluster_works(valkey().as_deref());
-}
-
-fn primaries_are_replaced(engine: Option<&Path>) {
-    let Some(group) = group(3, engine) else { return };
-    sentinels::replace_primaries(&group, false);
-    assert_eq!(tcp_packets(&group.hosts), (0, 0), "TCP packets between the hosts");
+    with_three_hosts(valkey().as_deref(), cluster_works);
 }
 
 #[test]
 fn sentinels_of_redis_replace_primaries() {
-    primaries_are_replaced(Some(Path::new(REDIS)));
+    with_three_hosts(Some(Path::new(REDIS)), |group| sentinels::replace_primaries(group, false));
 }
 
 #[test]
 fn sentinels_of_valkey_replace_primaries() {
-    primaries_are_replaced(valkey().as_deref());
+    with_three_hosts(valkey().as_deref(), |group| sentinels::replace_primaries(group, false));
 }
 
 #[test]
