@@ -113,7 +113,7 @@ fn silent_connections_leave_descriptors_for_links_and_programs() {
             group.hosts.within(3, || {
                 let socket = socket(AddressFamily::INET, SocketType::STREAM, None);
                 let socket = socket.expect("a socket");
-                let [from, to] = [from, "10.77.0.1:7470"].map(|text| address(text));
+                let [from, to] = [from, "10.77.0.1:7470"].map(address);
                 rustix::net::bind(&socket, &from).expect("bind");
                 rustix::net::connect(&socket, &to).expect("a connection");
                 socket

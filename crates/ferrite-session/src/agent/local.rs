@@ -56,8 +56,8 @@ pub(super) async fn pause_after(error: &io::Error, at: SocketAddr) {
     sleep(ACCEPT_PAUSE).await;
 }
 
-/// Returns a program's connection, with its descriptor. Refuses it if there are too few. `source` is
-/// the program's address.
+/// Returns a program's connection, with its descriptor. Refuses it if there are too few. `source`
+/// is the program's address.
 pub(super) fn admit(
     shared: &Shared,
     socket: LocalSocket,

@@ -68,13 +68,13 @@ impl Peers {
     }
 
     /// Sets the addresses of this host, in transparent mode.
-    pub(super) fn set_local(&self, local: Vec<Network>) {
+    pub(super) fn set_local(&self, local: &[Network]) {
         let before = std::mem::replace(
             &mut *self.local.write().unwrap_or_else(PoisonError::into_inner),
-            local.clone(),
+            local.to_vec(),
         );
         for peer in self.all().iter().take(self.configured) {
-            match (contains(&before, peer.alias), contains(&local, peer.alias)) {
+            match (contains(&before, peer.alias), contains(local, peer.alias)) {
                 (false, true) => tracing::info!("{} is an address of this host now", peer.alias),
                 (true, false) => {
                     tracing::info!("{} is an address of this host no longer", peer.alias);
@@ -165,8 +165,8 @@ impl Peers {
         hosts.find(|(_, peer)| is_unused(peer)).map(|(at, _)| at)
     }
 
-    /// Returns the state of the peers. Hosts of the networks, and peers whose address this host has,
-    /// are left out if they never had a link.
+    /// Returns the state of the peers. Hosts of the networks, and peers whose address this host
+    /// has, are left out if they never had a link.
     pub(super) fn stats(&self) -> Vec<AgentPeerStats> {
         let local = self.local();
         let all = self.all().into_iter().map(|peer| peer.stats()).enumerate();

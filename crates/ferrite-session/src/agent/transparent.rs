@@ -209,7 +209,7 @@ impl AgentHandle {
 
     /// Sets the addresses of this host, in transparent mode. Peers that have one of them count as
     /// this host.
-    pub fn set_own_addresses(&self, own: Vec<Network>) {
+    pub fn set_own_addresses(&self, own: &[Network]) {
         self.shared.peers.set_local(own);
     }
 
@@ -217,8 +217,8 @@ impl AgentHandle {
     /// engine's answers, also a refusal, must stay on this host.
     ///
     /// The check connects to a port that peers may connect to, because a firewall may admit no
-    /// others: the one at which a connection was delivered last. If that fails, it tries more ports,
-    /// because the firewall may admit only those of engines that exist.
+    /// others: the one at which a connection was delivered last. If that fails, it tries more
+    /// ports, because the firewall may admit only those of engines that exist.
     pub async fn check_delivery(&self) -> Delivery {
         let shared = &self.shared;
         let (own, ports) = (shared.admission.alias, shared.admission.ports_for_checks());

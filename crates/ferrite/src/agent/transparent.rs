@@ -141,7 +141,7 @@ async fn keep_host(agent: &AgentHandle, state: &RedirectionState) -> Infallible 
         looks.tick().await;
         // Addresses may move between hosts. If they cannot be read, the last ones count.
         if let Ok(own) = host_setup::own_addresses().await {
-            agent.set_own_addresses(own);
+            agent.set_own_addresses(&own);
         }
         let why = match check(agent).await {
             Delivery::Fails(why) => why,

@@ -8,8 +8,8 @@ use super::{ActiveTransport, LinkCore};
 use crate::link::keepalive::Keepalive;
 use crate::wire::Control;
 
-/// How many times as long as a silent peer is tolerated a frame over TCP may take. Large frames over
-/// slow networks need time.
+/// A frame over TCP may take this many times as long as a peer may be silent. Large frames over slow
+/// networks need time.
 const FRAME_TIMEOUTS: u32 = 8;
 
 /// How long a peer may leave a keepalive unanswered.
@@ -148,8 +148,8 @@ impl LinkCore {
         self.liveness.is_overdue(now)
     }
 
-    /// Returns how long a frame may take over TCP, from its first part to its last. Until then, each
-    /// part of the frame is a sign of life.
+    /// Returns how long a frame may take over TCP, from its first part to its last. Until then,
+    /// each part of the frame is a sign of life.
     pub(crate) fn frame_limit(&self) -> Duration {
         let Liveness { keepalive, timeouts, .. } = &self.liveness;
         FRAME_TIMEOUTS * (keepalive.interval() + timeouts.answer)
