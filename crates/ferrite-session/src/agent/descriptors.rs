@@ -207,8 +207,7 @@ mod tests {
         assert_eq!(engines.len(), 3);
         let others = [UNKNOWN, BusSource::User(Some(0))];
         let others = others.map(|user| all(|| free.take_for_bus(buses(user, 2))));
-        let counts = [&others[0], &others[1]].map(|taken| taken.len());
-        assert_eq!(counts, [3, 1], "those for links are left");
+        assert_eq!(others.each_ref().map(Vec::len), [3, 1], "those for links are left");
         drop((flood, engines, others));
         assert_eq!(all(|| free.take_for_bus(buses(UNKNOWN, 3))).len(), 63);
         assert!(free.bus().is_empty(), "no state is kept");

@@ -8,8 +8,8 @@ use super::{ActiveTransport, LinkCore};
 use crate::link::keepalive::Keepalive;
 use crate::wire::Control;
 
-/// A frame over TCP may take this many times as long as a peer may be silent. Large frames over slow
-/// networks need time.
+/// A frame over TCP may take this many times as long as a peer may be silent. Large frames over
+/// slow networks need time.
 const FRAME_TIMEOUTS: u32 = 8;
 
 /// How long a peer may leave a keepalive unanswered.
