@@ -140,6 +140,9 @@ pub struct Config {
     pub keepalive: Duration,
     /// How long a peer may leave a keepalive unanswered before its path or the link counts as down.
     /// Also how long peers may take to release a grant that this side revokes. Default: 5 s.
+    ///
+    /// Over TCP, each part of a frame is a sign of life, at most for eight times `keepalive` and
+    /// `peer_timeout` together. Default: 120 s.
     pub peer_timeout: Duration,
     /// Over TCP, how long a peer may leave a keepalive unanswered while the peer's kernel is
     /// silent, too: the network or the peer's host is down, and TCP itself would wait until the

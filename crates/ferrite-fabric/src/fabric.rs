@@ -129,6 +129,8 @@ pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) device_choice: DeviceChoice,
     busy_poll: BusyPoll,
+    /// Maximum number of incoming TCP connections whose handshake has not finished.
+    pub(crate) unfinished_tcp_max: AtomicUsize,
     /// Whether the kernel emulates a device and needs CPU time for it.
     has_software_device: bool,
     pub(crate) commands: Arc<Commands>,

@@ -49,6 +49,55 @@ fn connect(fabric: &Fabric, to: SocketAddr, say: &[u8]) -> TcpStream {
     socket
 }
 
+/// A peer sends a byte of a frame now and then, and never the whole frame.
+#[test]
+fn frame_that_never_ends_ends_the_link() {
+    let timeout = Duration::from_millis(50);
+    let config = Config { keepalive: timeout, peer_timeout: timeout, ..Config::default() };
+    let fabric = fabric(config);
+    let mut listener = listen(&fabric);
+    let greeting = Greeting { hello: HELLO, resume: None }.encode();
+    let peer = connect(&fabric, listener.local_addr(), &greeting);
+    let link = drive(&[&fabric], listener.accept()).expect("a link");
+    let imm = ferrite_fabric::wire::Frame { control: false, more: false, channel: 0, consumed: 0 }
+        .to_imm();
+    let frame =
+        TcpFrame { kind: TcpFrameKind::Frame, imm, len: 32 << 10, op: 0, grant: 0, offset: 0 };
+    (&peer).write_all(&frame.encode()).expect("write");
+    let begun = Instant::now();
+    let mut sent = begun;
+    until(&[&fabric], "the end of the link", || {
+        if sent.elapsed() > timeout / 4 {
+            let _ = (&peer).write(&[7]);
+            sent = Instant::now();
+        }
+        link.failure().is_some()
+    });
+    assert!(begun.elapsed() > 8 * 2 * timeout, "{:?}", begun.elapsed());
+    let error = link.failure().expect("a failure");
+    assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error}");
+}
+
+/// A program with few descriptors. By default there would be 64 handshakes and 1,024 silent
+/// connections.
+#[test]
+fn program_may_limit_unfinished_handshakes() {
+    let fabric =
+        fabric(Config { connection_timeout: Duration::from_secs(20), ..Config::default() });
+    let mut listener = listen(&fabric);
+    fabric.limit_unfinished_tcp(8);
+    // All come from one source, which may use half of either limit.
+    for say in [&b""[..], b"FRT"] {
+        let before = fabric.stats().handshakes_displaced;
+        let open: Vec<_> = (0..40).map(|_| connect(&fabric, listener.local_addr(), say)).collect();
+        until(&[&fabric], "displaced connections", || {
+            fabric.stats().handshakes_displaced >= before + 40 - 2
+        });
+        check_honest_peer_connects(&fabric, &mut listener);
+        drop(open);
+    }
+}
+
 #[test]
 fn silent_connections_keep_nobody_out() {
     let fabric = fabric(few_handshakes());

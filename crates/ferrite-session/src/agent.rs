@@ -24,6 +24,7 @@
 //! | `local.rs`, `transparent.rs` | connections of local programs; those that are redirected |
 //! | `marks.rs` | sockets that are not redirected |
 //! | `descriptors.rs` | how many descriptors connections may take; no I/O |
+//! | `user.rs` | which user of this host has opened a connection |
 //! | `delivery.rs`, `engine_access.rs` | streams of peers, to engines; protected mode |
 //! | `socket.rs` | a local connection, which ends as its stream ends |
 //! | `stats.rs` | counters |
@@ -43,12 +44,13 @@ mod peers;
 mod socket;
 mod stats;
 mod transparent;
+mod user;
 
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use ferrite_config::ports::PortSet;
@@ -70,10 +72,15 @@ use self::peer_links::Sharing;
 use self::peers::Peers;
 use self::stats::Counters;
 pub use self::stats::{AgentPeerStats, AgentStats};
+pub use self::transparent::Delivery;
+use self::user::Users;
 
 /// Maximum number of connections that wait to be accepted at a port: the default of engines
 /// (`tcp-backlog`).
 const BACKLOG: u32 = 511;
+
+/// How many links may have an unfinished handshake, however few descriptors there are.
+const UNFINISHED_MIN: usize = 8;
 
 /// A task that runs until it ends, or until the agent does.
 type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -118,8 +125,11 @@ struct Shared {
     /// The local addresses of direct connections, in transparent mode.
     own_addresses: OwnAddresses,
     descriptors: Arc<Descriptors>,
+    users: Users,
     counters: Counters,
     next_link: AtomicU64,
+    /// The last port at which a connection of a peer was delivered, or 0.
+    delivered_port: AtomicU16,
     is_ending: AtomicBool,
     tasks: mpsc::UnboundedSender<Task>,
 }
@@ -149,8 +159,10 @@ impl Agent {
             peers,
             own_addresses: OwnAddresses::default(),
             descriptors: Arc::default(),
+            users: Users::default(),
             counters: Counters::default(),
             next_link: AtomicU64::new(1),
+            delivered_port: AtomicU16::new(0),
             is_ending: AtomicBool::new(false),
             tasks: sender,
         };
@@ -255,10 +267,12 @@ impl AgentHandle {
     }
 
     /// Limits the connections so that a quarter of these descriptors is left for links, the cluster
-    /// bus and the admin port. Direct connections take at most half of them. Must be called before
-    /// [`Agent::serve`]; otherwise there is no limit.
+    /// bus and the admin port. Direct connections take at most half of them, and links whose
+    /// handshake has not finished a sixteenth. Must be called before [`Agent::serve`]; otherwise
+    /// there is no limit.
     pub fn limit_descriptors(&self, free: usize) {
         self.shared.descriptors.set_free(free);
+        self.shared.fabric.limit_unfinished_tcp((free / 16).max(UNFINISHED_MIN));
     }
 
     /// Returns the state and the counters.

@@ -112,7 +112,8 @@ impl Hostile {
         let (program, accepted) = tokio::join!(connecting, listener.accept());
         let socket = accepted.expect("accept").0;
         let route = Route { destination, source };
-        let opened = self.handle.open(Class::Interactive, route, socket).await;
+        // The port is that of an engine, so this class has no effect on the agent.
+        let opened = self.handle.open(Class::Bus, route, socket).await;
         opened.map_err(|(_, error)| error).expect("a stream");
         program.expect("connect")
     }

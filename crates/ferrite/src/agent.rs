@@ -211,7 +211,7 @@ async fn serve_in_runtime<C: Control>(
     mut setup: Setup,
     begin: impl FnOnce() -> anyhow::Result<C>,
 ) -> anyhow::Result<bool> {
-    transparent::leave_out_own_addresses(&mut setup.config).await?;
+    transparent::find_own_addresses(&mut setup.config).await?;
     let fabric = open(&setup)?;
     let Setup { values, config, listen, .. } = &setup;
     let rdma = rdma_policy(values);

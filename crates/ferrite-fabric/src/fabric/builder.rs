@@ -177,6 +177,7 @@ impl Builder {
                 tls,
                 has_software_device,
                 device_choice: DeviceChoice::new(&config),
+                unfinished_tcp_max: AtomicUsize::new(usize::MAX),
                 busy_poll: BusyPoll::new(
                     clock.clone(),
                     config.busy_poll_us,

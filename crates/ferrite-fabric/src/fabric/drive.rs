@@ -239,6 +239,15 @@ impl Fabric {
         self.shared().busy_poll.set_limit_us(busy_poll_us);
     }
 
+    /// Limits the incoming TCP connections whose handshake has not finished, including those that
+    /// have sent nothing. Each of them has a descriptor. By default, only
+    /// [`Config::max_half_open`](crate::Config) limits them. One half of the limit is for
+    /// connections that have sent nothing, the other half for handshakes in progress. The rules for
+    /// connections beyond the limit are those of `max_half_open`.
+    pub fn limit_unfinished_tcp(&self, connections: usize) {
+        self.shared().unfinished_tcp_max.store(connections, Ordering::Relaxed);
+    }
+
     /// Runs a future to completion on this thread, driving the fabric meanwhile.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         let shared = self.shared();

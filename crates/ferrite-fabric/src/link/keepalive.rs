@@ -25,6 +25,10 @@ impl Keepalive {
         new
     }
 
+    pub(crate) fn interval(&self) -> Duration {
+        self.keepalive
+    }
+
     pub(crate) fn wait(&self, is_caller: bool) -> Duration {
         if is_caller { self.wait } else { self.keepalive / 3 * 4 }
     }

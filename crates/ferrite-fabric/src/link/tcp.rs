@@ -13,6 +13,7 @@ use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::task::Waker;
+use std::time::Instant;
 
 use super::core::{Body, RequestContext, data_frame};
 use super::socket::send;
@@ -90,6 +91,8 @@ pub(crate) struct TcpPath {
     head_len: usize,
     /// The payload that is being read: its frame, its buffer, and the number of bytes read.
     body: Option<(TcpFrame, BufMut, usize)>,
+    /// When a part of that payload was seen first.
+    begun: Option<Instant>,
     /// Whether the last payload was a large one.
     large: bool,
     /// Whether a stream's reader found nothing in the kernel, and waits.
@@ -121,6 +124,7 @@ impl TcpPath {
             head: [0; TCP_FRAME_HEADER_BYTES],
             head_len: 0,
             body: None,
+            begun: None,
             large: false,
             awaited: false,
             deferred: false,

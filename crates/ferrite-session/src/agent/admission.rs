@@ -42,6 +42,23 @@ impl fmt::Display for Forbidden {
 }
 
 impl Admission {
+    /// Returns the ports of this host that peers may connect to: those of engines, then those of
+    /// cluster buses.
+    pub(super) fn ports_for_checks(&self) -> Vec<u16> {
+        let is_other = |port: &u16| !self.is_own((self.alias, *port).into());
+        let mut ports: Vec<_> = self.deliver.iter().filter(is_other).collect();
+        ports.sort_by_key(|port| self.deliver.engine_of_bus(*port).is_some());
+        ports
+    }
+
+    /// Returns whether the agent itself listens at an address.
+    fn is_own(&self, at: SocketAddr) -> bool {
+        let is_at = |own: &SocketAddr| {
+            own.port() == at.port() && (own.ip().is_unspecified() || own.ip() == at.ip())
+        };
+        self.own.iter().any(is_at)
+    }
+
     /// Checks a stream of the peer with this alias.
     pub(super) fn check(&self, peer: Ipv4Addr, route: &Route) -> Result<(), Forbidden> {
         let Route { destination, source } = route;
@@ -51,11 +68,7 @@ impl Admission {
         if destination.ip() != IpAddr::V4(self.alias) {
             return Err(Forbidden::Destination);
         }
-        let is_own = |own: &SocketAddr| {
-            own.port() == destination.port()
-                && (own.ip().is_unspecified() || own.ip() == destination.ip())
-        };
-        if self.own.iter().any(is_own) {
+        if self.is_own(*destination) {
             return Err(Forbidden::Agent);
         }
         if !self.deliver.contains(destination.port()) {
@@ -90,6 +103,18 @@ mod tests {
             let result = check("127.1.0.2:1", destination);
             assert_eq!(result, Err(Forbidden::Destination), "{destination}");
         }
+    }
+
+    #[test]
+    fn ports_for_checks_are_those_of_engines_first_and_never_the_agent() {
+        let mut admission = Admission {
+            alias: [10, 0, 0, 1].into(),
+            deliver: PortSet::parse(["7000-7001", "7470", "17000"]).expect("ports"),
+            own: vec!["10.0.0.1:7470".parse().expect("an address")],
+        };
+        assert_eq!(admission.ports_for_checks(), [7000, 7001, 17000]);
+        admission.deliver = PortSet::parse(["7470"]).expect("ports");
+        assert!(admission.ports_for_checks().is_empty());
     }
 
     #[test]

@@ -51,8 +51,9 @@ pub struct Transparent {
     pub redirected: PortSet,
     /// The port at which the agents of these hosts listen.
     pub port: u16,
-    /// The addresses of this host (default: none but [`AgentConfig::alias`]). The networks may have
-    /// them, but connections to them are not redirected.
+    /// The addresses of this host when the agent starts (default: none but
+    /// [`AgentConfig::alias`]). The peers and the networks may have them, but connections to them
+    /// are not redirected, and they need no link.
     pub local: Vec<Network>,
 }
 

@@ -3,6 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ferrite_fabric::LogLimit;
@@ -11,6 +12,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 
 use super::Shared;
+use super::descriptors::BusSource;
 use super::marks;
 use super::peer::Peer;
 use super::socket::LocalSocket;
@@ -27,7 +29,8 @@ pub(super) async fn deliver(
     peer: Arc<Peer>,
     stream: IncomingStream<LocalSocket>,
 ) {
-    let (route, class) = (stream.route(), stream.class());
+    let route = stream.route();
+    let class = class_of(&shared, &route, stream.class());
     match connect(&shared, &peer, &route, class).await {
         Ok(socket) => {
             add(&peer.counters.accepted[index(class)], 1);
@@ -64,6 +67,16 @@ fn warn(peer: &Peer, Route { destination, source }: &Route, refused: Refused, wh
     }
 }
 
+/// Returns the class of a stream of a peer. Only streams to the port of a bus are of the class bus,
+/// because a peer may give any class to any stream. The peer leaves that class for connections
+/// beyond the share of a user of its host.
+fn class_of(shared: &Shared, Route { destination, .. }: &Route, given: Class) -> Class {
+    match shared.admission.deliver.engine_of_bus(destination.port()) {
+        Some(_) if given == Class::Bus => Class::Bus,
+        _ => Class::Interactive,
+    }
+}
+
 async fn connect(
     shared: &Shared,
     peer: &Peer,
@@ -73,7 +86,14 @@ async fn connect(
     let checked = shared.admission.check(peer.alias, route);
     checked.map_err(|forbidden| (Refused::Forbidden(forbidden), forbidden.to_string()))?;
     check_password(shared, route.destination.port()).await?;
-    let taken = shared.descriptors.take(class).ok_or_else(|| {
+    let taken = match class {
+        Class::Bus => {
+            let source = BusSource::Peer(peer.alias);
+            shared.descriptors.take_for_bus((source, route.destination.ip()))
+        }
+        _ => shared.descriptors.take(),
+    };
+    let taken = taken.ok_or_else(|| {
         let why = "connections have taken all descriptors that are not reserved; raise the limit \
                    of open files (LimitNOFILE)";
         (Refused::Descriptors, why.to_owned())
@@ -86,6 +106,7 @@ async fn connect(
     let connecting = timeout(CONNECT_TIMEOUT, connecting);
     let late = |_| Err(io::ErrorKind::TimedOut.into());
     let (socket, is_port_changed) = connecting.await.unwrap_or_else(late).map_err(failed)?;
+    shared.delivered_port.store(route.destination.port(), Ordering::Relaxed);
     if is_port_changed {
         add(&shared.counters.ports_changed, 1);
     }

@@ -7,12 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_fabric::LogLimit;
-use ferrite_proto::mux::{Class, OpenError, Route};
+use ferrite_proto::mux::{OpenError, Route};
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout};
 
 use super::Shared;
+use super::descriptors::BusSource;
 use super::links::link_to;
 use super::marks::connect_directly;
 use super::peer::Peer;
@@ -37,7 +38,7 @@ pub(super) async fn accept(shared: Arc<Shared>, peer: Arc<Peer>, listener: TcpLi
                 // its alias.
                 let source = SocketAddr::from((shared.admission.alias, from.port()));
                 let route = Route { destination, source };
-                if let Some(socket) = admit(&shared, LocalSocket::new(socket), destination) {
+                if let Some(socket) = admit(&shared, LocalSocket::new(socket), from, destination) {
                     shared.spawn(carry(shared_too, peer, socket, route));
                 }
             }
@@ -55,13 +56,21 @@ pub(super) async fn pause_after(error: &io::Error, at: SocketAddr) {
     sleep(ACCEPT_PAUSE).await;
 }
 
-/// Returns a program's connection. Refuses it if there are too few descriptors.
+/// Returns a program's connection, with its descriptor. Refuses it if there are too few. `source`
+/// is the program's address.
 pub(super) fn admit(
     shared: &Shared,
     socket: LocalSocket,
+    source: SocketAddr,
     destination: SocketAddr,
 ) -> Option<LocalSocket> {
-    let taken = shared.descriptors.take(class_of(shared, destination));
+    let taken = match (shared.ports.engine_of_bus(destination.port()), source, destination) {
+        (Some(_), SocketAddr::V4(source), SocketAddr::V4(to)) => {
+            let user = BusSource::User(shared.users.of(source, to));
+            shared.descriptors.take_for_bus((user, destination.ip()))
+        }
+        _ => shared.descriptors.take(),
+    };
     if taken.is_none() {
         static LINES: LogLimit = LogLimit::new();
         refuse_for_descriptors(shared, &LINES, "a connection", destination);
@@ -80,14 +89,6 @@ fn refuse_for_descriptors(shared: &Shared, lines: &LogLimit, what: &str, to: Soc
     }
 }
 
-/// Returns the class of a connection to an address.
-fn class_of(shared: &Shared, destination: SocketAddr) -> Class {
-    match shared.ports.engine_of_bus(destination.port()) {
-        Some(_) => Class::Bus,
-        None => Class::Interactive,
-    }
-}
-
 /// Carries a connection to a peer.
 pub(super) async fn carry(
     shared: Arc<Shared>,
@@ -96,7 +97,7 @@ pub(super) async fn carry(
     route: Route,
 ) {
     let destination = route.destination;
-    let class = class_of(&shared, destination);
+    let class = socket.class();
     for _ in 0..ATTEMPTS {
         let Some((id, handle)) = link_to(&shared, &peer).await else { break };
         let metered = socket.metered(Meter::begin(&peer.counters, class));
@@ -156,7 +157,8 @@ pub(super) async fn join_directly<T>(
     destination: SocketAddr,
     connecting: impl Future<Output = io::Result<(TcpStream, T)>>,
 ) {
-    let Some(taken) = shared.descriptors.take_for_direct(class_of(shared, destination)) else {
+    let taken = socket.taken().and_then(|first| shared.descriptors.take_for_direct(first));
+    let Some(taken) = taken else {
         static LINES: LogLimit = LogLimit::new();
         return refuse_for_descriptors(shared, &LINES, "a direct connection", destination);
     };

@@ -4,6 +4,7 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use ferrite_config::peer::Network;
 use ferrite_fabric::LogLimit;
 
 use super::config::{AgentConfig, AgentPeer, Transparent};
@@ -23,6 +24,8 @@ pub(super) struct Peers {
     /// The number of peers in the settings.
     configured: usize,
     transparent: Option<Transparent>,
+    /// The addresses of this host now, in transparent mode.
+    local: RwLock<Vec<Network>>,
     own: Ipv4Addr,
     /// Set if pairs of agents share a link.
     sharing: Option<Sharing>,
@@ -39,6 +42,7 @@ impl Peers {
         Self {
             configured: known.len(),
             known: RwLock::new(known),
+            local: RwLock::new(transparent.iter().flat_map(|it| it.local.clone()).collect()),
             transparent: transparent.clone(),
             own: *alias,
             sharing,
@@ -57,10 +61,31 @@ impl Peers {
 
     /// Returns an address that a host of the group may have, in transparent mode.
     pub(super) fn any_address(&self) -> Option<Ipv4Addr> {
-        let Transparent { networks, local, .. } = self.transparent.as_ref()?;
-        let is_local = |ip: Ipv4Addr| local.iter().any(|local| local.contains(ip));
-        let not_own = |ip: &Ipv4Addr| *ip != self.own && !is_local(*ip);
+        let networks = &self.transparent.as_ref()?.networks;
+        let local = self.local();
+        let not_own = |ip: &Ipv4Addr| *ip != self.own && !contains(&local, *ip);
         networks.iter().find_map(|network| network.hosts().find(not_own))
+    }
+
+    /// Sets the addresses of this host, in transparent mode.
+    pub(super) fn set_local(&self, local: &[Network]) {
+        let before = std::mem::replace(
+            &mut *self.local.write().unwrap_or_else(PoisonError::into_inner),
+            local.to_vec(),
+        );
+        for peer in self.all().iter().take(self.configured) {
+            match (contains(&before, peer.alias), contains(local, peer.alias)) {
+                (false, true) => tracing::info!("{} is an address of this host now", peer.alias),
+                (true, false) => {
+                    tracing::info!("{} is an address of this host no longer", peer.alias);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn local(&self) -> Vec<Network> {
+        self.local.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Returns the first port whose connections are redirected, in transparent mode.
@@ -68,10 +93,12 @@ impl Peers {
         self.transparent.as_ref()?.redirected.iter().next()
     }
 
-    /// Returns the peers that the settings name.
+    /// Returns the peers that the settings name, without those whose address this host has now: the
+    /// address may move between hosts.
     pub(super) fn configured(&self) -> Vec<Arc<Peer>> {
-        let mut peers = self.all();
+        let (mut peers, local) = (self.all(), self.local());
         peers.truncate(self.configured);
+        peers.retain(|peer| !contains(&local, peer.alias));
         peers
     }
 
@@ -138,12 +165,21 @@ impl Peers {
         hosts.find(|(_, peer)| is_unused(peer)).map(|(at, _)| at)
     }
 
-    /// Returns the state of the peers, without hosts of the networks that never had a link.
+    /// Returns the state of the peers. Hosts of the networks, and peers whose address this host
+    /// has, are left out if they never had a link.
     pub(super) fn stats(&self) -> Vec<AgentPeerStats> {
+        let local = self.local();
         let all = self.all().into_iter().map(|peer| peer.stats()).enumerate();
-        let shown = all.filter(|(index, stats)| *index < self.configured || stats.links_opened > 0);
+        let is_needed = |index: usize, stats: &AgentPeerStats| {
+            index < self.configured && !contains(&local, stats.alias)
+        };
+        let shown = all.filter(|(index, it)| is_needed(*index, it) || it.links_opened > 0);
         shown.map(|(_, stats)| stats).collect()
     }
+}
+
+fn contains(networks: &[Network], ip: Ipv4Addr) -> bool {
+    networks.iter().any(|network| network.contains(ip))
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use ferrite_proto::mux::Class;
 use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -43,6 +44,19 @@ impl LocalSocket {
     pub(super) fn holding(mut self, taken: Taken) -> Self {
         self.taken = Some(taken);
         self
+    }
+
+    /// Returns what the connection has taken of the agent's descriptors.
+    pub(super) fn taken(&self) -> Option<&Taken> {
+        self.taken.as_ref()
+    }
+
+    /// Returns the class of the connection: that of the bus only if it has a place of the bus.
+    pub(super) fn class(&self) -> Class {
+        match &self.taken {
+            Some(taken) if taken.is_of_bus() => Class::Bus,
+            _ => Class::Interactive,
+        }
     }
 
     /// Counts the stream and its bytes from now on, until the socket is dropped.

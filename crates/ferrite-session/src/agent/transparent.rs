@@ -5,12 +5,17 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use ferrite_config::peer::Network;
 use ferrite_fabric::LogLimit;
 use ferrite_proto::mux::Route;
+use rustix::io::Errno;
 use rustix::net::sockopt::ip_original_dst;
+use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::local::{admit, carry, join_directly, pause_after};
@@ -22,6 +27,8 @@ use crate::mux::MuxSocket as _;
 
 /// How long a check may take. It is a connection within this host.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(2);
+/// How many more ports a check of deliveries tries after a failure.
+const MORE_PORTS: usize = 16;
 
 /// The ports that the listener for redirected connections prefers. Only privileged processes can
 /// listen there. When an agent was killed, the rules stay for a moment. At another port, any user
@@ -71,7 +78,7 @@ fn carry_redirected(shared: &Arc<Shared>, own: SocketAddr, socket: TcpStream, so
     }
     match destination.filter(|destination| *destination != own) {
         Some(destination) => {
-            if let Some(socket) = admit(shared, socket, destination) {
+            if let Some(socket) = admit(shared, socket, source, destination) {
                 begin(shared, socket, Route { destination, source });
             }
         }
@@ -200,34 +207,93 @@ impl AgentHandle {
         self.shared.peers.any_address()
     }
 
+    /// Sets the addresses of this host, in transparent mode. Peers that have one of them count as
+    /// this host.
+    pub fn set_own_addresses(&self, own: &[Network]) {
+        self.shared.peers.set_local(own);
+    }
+
     /// Checks that an engine of this host can be reached from the address of another host. The
     /// engine's answers, also a refusal, must stay on this host.
     ///
-    /// # Errors
-    /// Returns what failed.
-    pub async fn check_delivery(&self) -> Result<(), String> {
-        let (own, foreign) = (self.shared.admission.alias, self.shared.peers.any_address());
-        let Some(foreign) = foreign else { return Ok(()) };
-        let connect = async |to: SocketAddr| {
-            let socket = delivery_socket()?;
-            socket.bind((foreign, 0).into())?;
-            let late = |_| Err(io::ErrorKind::TimedOut.into());
-            timeout(CHECK_TIMEOUT, socket.connect(to)).await.unwrap_or_else(late)
+    /// The check connects to a port that peers may connect to, because a firewall may admit no
+    /// others: the one at which a connection was delivered last. If that fails, it tries more
+    /// ports, because the firewall may admit only those of engines that exist.
+    pub async fn check_delivery(&self) -> Delivery {
+        let shared = &self.shared;
+        let (own, ports) = (shared.admission.alias, shared.admission.ports_for_checks());
+        let last = shared.delivered_port.load(Ordering::Relaxed);
+        let first = ports.iter().copied().find(|port| *port == last).or(ports.first().copied());
+        let (Some(foreign), Some(first)) = (shared.peers.any_address(), first) else {
+            return Delivery::Works;
         };
-        let failed = |error: io::Error| format!("from {foreign} to {own} on this host: {error}");
-        let engine = TcpListener::bind((own, 0)).await.map_err(failed)?;
-        let address = engine.local_addr().map_err(failed)?;
-        connect(address).await.map_err(failed)?;
-        drop(engine);
-        match connect(address).await {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
-            Err(error) => Err(format!(
-                "from {foreign} to {own} on this host: the refusal of a closed port does not \
-                 arrive: {error}"
-            )),
-            Ok(_) => Ok(()), // another program listens there now
+        let result = deliver_to(foreign, SocketAddrV4::new(own, first)).await;
+        let Delivery::Fails(why) = result else { return result };
+        let mut checks = JoinSet::new();
+        for port in ports.into_iter().filter(|port| *port != first).take(MORE_PORTS) {
+            let at = SocketAddrV4::new(own, port);
+            checks.spawn(async move { (port, deliver_to(foreign, at).await) });
         }
+        while let Some(checked) = checks.join_next().await {
+            match checked {
+                Ok((port, Delivery::Works)) => {
+                    shared.delivered_port.store(port, Ordering::Relaxed);
+                    return Delivery::Works;
+                }
+                Ok((_, unknown @ Delivery::Unknown(_))) => return unknown,
+                _ => {}
+            }
+        }
+        Delivery::Fails(why)
     }
+}
+
+/// Connects from the address of another host to this one.
+async fn deliver_to(foreign: Ipv4Addr, to: SocketAddrV4) -> Delivery {
+    let connecting = async {
+        let socket = delivery_socket()?;
+        SockRef::from(&socket).set_linger(Some(Duration::ZERO))?; // leaves nothing behind
+        socket.bind((foreign, 0).into())?;
+        socket.connect(to.into()).await
+    };
+    let late = |_| Err(io::ErrorKind::TimedOut.into());
+    let answer = timeout(CHECK_TIMEOUT, connecting).await.unwrap_or_else(late);
+    Delivery::of(answer.map(drop), || format!("from {foreign} to {to} on this host"))
+}
+
+/// What a check of deliveries has shown.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Delivery {
+    /// Connections of other hosts can be delivered.
+    Works,
+    /// They cannot be delivered, for this reason.
+    Fails(String),
+    /// The check was not possible for now, for this reason, for example for lack of descriptors.
+    Unknown(String),
+}
+
+impl Delivery {
+    fn of(answer: io::Result<()>, what: impl FnOnce() -> String) -> Self {
+        let error = match answer {
+            Err(error) if error.kind() != io::ErrorKind::ConnectionRefused => error,
+            _ => return Self::Works, // a refusal has come back, too
+        };
+        let why = format!("{}: {error}", what());
+        if is_shortage(&error) { Self::Unknown(why) } else { Self::Fails(why) }
+    }
+}
+
+/// Returns whether an error says that this process or host lacks descriptors, ports or memory.
+fn is_shortage(error: &io::Error) -> bool {
+    const SHORTAGES: [Errno; 6] = [
+        Errno::ADDRINUSE,
+        Errno::ADDRNOTAVAIL,
+        Errno::MFILE,
+        Errno::NFILE,
+        Errno::NOBUFS,
+        Errno::NOMEM,
+    ];
+    SHORTAGES.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 
 /// Begins a connection that cannot leave this host.
@@ -243,11 +309,7 @@ fn dial_on_loopback(mark: Option<u32>, to: SocketAddrV4) -> io::Result<socket2::
     socket.set_nonblocking(true)?;
     socket.set_linger(Some(Duration::ZERO))?;
     match socket.connect(&to.into()) {
-        Err(error)
-            if error.raw_os_error() != Some(rustix::io::Errno::INPROGRESS.raw_os_error()) =>
-        {
-            Err(error)
-        }
+        Err(error) if error.raw_os_error() != Some(Errno::INPROGRESS.raw_os_error()) => Err(error),
         _ => Ok(socket),
     }
 }
@@ -255,4 +317,37 @@ fn dial_on_loopback(mark: Option<u32>, to: SocketAddrV4) -> io::Result<socket2::
 fn source_of(socket: &socket2::Socket) -> io::Result<SocketAddr> {
     let address = socket.local_addr()?.as_socket();
     address.ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answer_and_refusal_show_that_connections_are_delivered() {
+        let of = |answer: io::Result<()>| Delivery::of(answer, || "from A to B".into());
+        assert_eq!(of(Ok(())), Delivery::Works);
+        assert_eq!(of(Err(Errno::CONNREFUSED.into())), Delivery::Works);
+        for error in [Errno::HOSTUNREACH, Errno::TIMEDOUT, Errno::PERM, Errno::NETUNREACH] {
+            let why = format!("from A to B: {}", io::Error::from(error));
+            assert_eq!(of(Err(error.into())), Delivery::Fails(why));
+        }
+        let late = of(Err(io::ErrorKind::TimedOut.into()));
+        assert!(matches!(late, Delivery::Fails(_)), "{late:?}");
+    }
+
+    #[test]
+    fn shortage_shows_nothing_about_deliveries() {
+        for error in [
+            Errno::ADDRINUSE,
+            Errno::ADDRNOTAVAIL,
+            Errno::MFILE,
+            Errno::NFILE,
+            Errno::NOBUFS,
+            Errno::NOMEM,
+        ] {
+            let shown = Delivery::of(Err(error.into()), || "from A to B".into());
+            assert!(matches!(shown, Delivery::Unknown(_)), "{shown:?}");
+        }
+    }
 }

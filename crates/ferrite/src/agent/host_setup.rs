@@ -63,8 +63,19 @@ pub(crate) async fn prepare(peer: Option<Ipv4Addr>) -> anyhow::Result<()> {
     })
 }
 
+/// Returns a setting of the kernel that is not as it should be, if it can be read.
+pub(super) fn wrong_setting() -> Option<&'static str> {
+    let is_wrong =
+        |name: &&str| std::fs::read_to_string(path_of(name)).is_ok_and(|value| value.trim() != "1");
+    SYSCTLS.into_iter().find(is_wrong)
+}
+
+fn path_of(name: &str) -> PathBuf {
+    Path::new("/proc/sys").join(name.replace('.', "/"))
+}
+
 fn set(name: &str) -> anyhow::Result<()> {
-    let path = Path::new("/proc/sys").join(name.replace('.', "/"));
+    let path = path_of(name);
     let value = std::fs::read_to_string(&path).with_context(|| format!("cannot read {name}"))?;
     if value.trim() == "1" {
         return Ok(());

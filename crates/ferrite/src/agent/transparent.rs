@@ -8,8 +8,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use ferrite_config::ports::PortSet;
 use ferrite_config::{Transports, Values, peer, table};
+use ferrite_fabric::LogLimit;
 use ferrite_session::agent::{
-    Agent, AgentConfig, AgentHandle, AgentPeer, LocalListeners, Transparent,
+    Agent, AgentConfig, AgentHandle, AgentPeer, Delivery, LocalListeners, Transparent,
 };
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
@@ -65,17 +66,17 @@ pub(super) fn config(
     Ok(config)
 }
 
-/// Leaves out peers that are addresses of this host, such as one that moves between hosts. The
-/// kernel redirects no connections to them, and they cannot be used for checks.
-pub(super) async fn leave_out_own_addresses(config: &mut AgentConfig) -> anyhow::Result<()> {
+/// Finds the addresses of this host. Peers may be among them, such as an address that moves between
+/// hosts: the kernel redirects no connections to them, and they cannot be used for checks.
+pub(super) async fn find_own_addresses(config: &mut AgentConfig) -> anyhow::Result<()> {
     let Some(transparent) = &mut config.transparent else { return Ok(()) };
     let own =
         host_setup::own_addresses().await.context("cannot find the addresses of this host")?;
-    let is_own = |alias: Ipv4Addr| own.iter().any(|own| own.contains(alias));
-    for peer in config.peers.extract_if(.., |peer| is_own(peer.alias)) {
+    let is_own = |peer: &&AgentPeer| own.iter().any(|own| own.contains(peer.alias));
+    for peer in config.peers.iter().filter(is_own) {
         tracing::info!(
-            "{} in `peers` is an address of this host: there is no link to it, and connections to \
-             it are not redirected",
+            "{} in `peers` is an address of this host: while it is, there is no link to it, and \
+             connections to it are not redirected",
             peer.alias
         );
     }
@@ -102,8 +103,13 @@ pub(super) async fn redirect(
     agent.check_privileges().map_err(needed)?;
     let handle = agent.handle();
     host_setup::prepare(handle.any_peer()).await?;
-    let delivery = handle.check_delivery().await;
-    delivery.map_err(|why| anyhow::anyhow!("cannot connect {why}; see ferrite agent --help"))?;
+    match handle.check_delivery().await {
+        Delivery::Works => {}
+        Delivery::Fails(why) => anyhow::bail!("cannot connect {why}; see ferrite agent --help"),
+        Delivery::Unknown(why) => {
+            tracing::warn!("cannot check that connections of other hosts are delivered: {why}");
+        }
+    }
     let (networks, ports) = (networks.clone(), redirected.clone());
     let rules = Rules::set(Redirection { networks, ports, to }).await;
     let rules = rules.context("cannot redirect connections to the agent")?;
@@ -133,30 +139,65 @@ async fn keep_host(agent: &AgentHandle, state: &RedirectionState) -> Infallible 
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         looks.tick().await;
-        let Err(why) = agent.check_delivery().await else {
-            if state.set_delivery(None) {
-                tracing::info!("connections of other hosts are delivered again");
+        // Addresses may move between hosts. If they cannot be read, the last ones count.
+        if let Ok(own) = host_setup::own_addresses().await {
+            agent.set_own_addresses(&own);
+        }
+        let why = match check(agent).await {
+            Delivery::Fails(why) => why,
+            Delivery::Works => {
+                if state.set_delivery(None) {
+                    tracing::info!("connections of other hosts are delivered again");
+                }
+                continue;
             }
+            Delivery::Unknown(why) => {
+                note_unknown(&why);
+                continue;
+            }
+        };
+        if let Err(error) = host_setup::prepare(agent.any_peer()).await {
+            // Without descriptors, `ip` cannot run, so the cause is not known.
+            let error = error.context(format!("cannot connect {why}"));
+            note_failure(state, &format!("{error:#}"));
             continue;
-        };
-        let repair = async {
-            host_setup::prepare(agent.any_peer()).await?;
-            agent.check_delivery().await.map_err(|why| anyhow::anyhow!("cannot connect {why}"))
-        };
-        match repair.await {
-            Ok(()) => {
+        }
+        match check(agent).await {
+            Delivery::Works => {
                 state.set_delivery(None);
                 tracing::warn!(
                     "cannot connect {why}; connections of other hosts were not delivered, and are \
                      delivered again"
                 );
             }
-            Err(error) => {
-                if state.set_delivery(Some(format!("{error:#}"))) {
-                    tracing::error!("connections of other hosts cannot be delivered: {error:#}");
-                }
-            }
+            Delivery::Fails(why) => note_failure(state, &format!("cannot connect {why}")),
+            Delivery::Unknown(why) => note_unknown(&why),
         }
+    }
+}
+
+/// Checks the settings of the kernel, and that connections of other hosts can be delivered.
+async fn check(agent: &AgentHandle) -> Delivery {
+    match host_setup::wrong_setting() {
+        Some(name) => Delivery::Fails(format!("to engines from other hosts: {name} is not 1")),
+        None => agent.check_delivery().await,
+    }
+}
+
+fn note_failure(state: &RedirectionState, why: &str) {
+    if state.set_delivery(Some(why.to_owned())) {
+        tracing::error!("connections of other hosts cannot be delivered: {why}");
+    }
+}
+
+/// Logs that a check was not possible. The last result stays.
+fn note_unknown(why: &str) {
+    static LINES: LogLimit = LogLimit::new();
+    if let Some(others) = LINES.pass() {
+        tracing::warn!(
+            "cannot check that connections of other hosts are delivered: {why}; the host may lack \
+             free ports or memory, or the agent descriptors (LimitNOFILE){others}"
+        );
     }
 }
 

@@ -37,6 +37,7 @@ mod upgrading;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, CmKey, Context, EventChannel, Mtu, State};
@@ -334,6 +335,23 @@ impl Poller {
 fn handshake_limits(shared: &Shared) -> Limits {
     let all = shared.config.max_half_open;
     Limits { all, each: all.div_ceil(2), grace: shared.config.connection_timeout / 20 }
+}
+
+/// Number of silent connections that are allowed for each possible handshake. A connection that has
+/// sent nothing is cheap.
+const SILENT_PER_HANDSHAKE: usize = 16;
+
+/// Returns the limits of incoming handshakes over TCP that have started.
+fn tcp_handshake_limits(shared: &Shared) -> Limits {
+    let limits = handshake_limits(shared);
+    limits.at_most(shared.unfinished_tcp_max.load(Ordering::Relaxed) / 2)
+}
+
+/// Returns the limits of incoming TCP connections that have sent nothing.
+fn silent_limits(shared: &Shared) -> Limits {
+    let all = shared.config.max_half_open.saturating_mul(SILENT_PER_HANDSHAKE);
+    let limits = Limits { all, each: all.div_ceil(2), grace: Duration::ZERO };
+    limits.at_most(shared.unfinished_tcp_max.load(Ordering::Relaxed) / 2)
 }
 
 /// Returns this side's limits for a link.

@@ -8,6 +8,10 @@ use super::{ActiveTransport, LinkCore};
 use crate::link::keepalive::Keepalive;
 use crate::wire::Control;
 
+/// A frame over TCP may take this many times as long as a peer may be silent. Large frames over
+/// slow networks need time.
+const FRAME_TIMEOUTS: u32 = 8;
+
 /// How long a peer may leave a keepalive unanswered.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PeerTimeouts {
@@ -142,6 +146,13 @@ impl LinkCore {
     /// Returns whether the peer has not answered a keepalive in time.
     pub(crate) fn is_overdue(&self, now: Instant) -> bool {
         self.liveness.is_overdue(now)
+    }
+
+    /// Returns how long a frame may take over TCP, from its first part to its last. Until then,
+    /// each part of the frame is a sign of life.
+    pub(crate) fn frame_limit(&self) -> Duration {
+        let Liveness { keepalive, timeouts, .. } = &self.liveness;
+        FRAME_TIMEOUTS * (keepalive.interval() + timeouts.answer)
     }
 
     /// Checks the timers. Queues a keepalive if the peer was silent for too long. Returns `None` if

@@ -110,7 +110,7 @@ impl LinkState {
             let frame = Frame::from_imm(imm);
             !frame.control && !frame.more && frame.channel == channel
         };
-        let mut any = false;
+        let (mut any, mut is_whole) = (false, false);
         while self.core.is_up()
             && self.writes_through()
             && self.core.lost().is_none()
@@ -123,11 +123,14 @@ impl LinkState {
             any = true;
             self.core.stats.recv_bytes += bytes as u64;
             if let Some(imm) = over {
+                is_whole = true;
                 self.core.on_read_through(imm)?;
             }
         }
-        if any {
-            self.core.on_heard(Instant::now());
+        let (now, limit) = (Instant::now(), self.core.frame_limit());
+        let is_late = self.tcp.as_mut().is_some_and(|tcp| tcp.is_late(now, limit));
+        if is_whole || any && !is_late {
+            self.core.on_heard(now);
         }
         Ok(any)
     }
@@ -246,8 +249,8 @@ impl LinkState {
                     }
                 }
                 Ok(Arrival::Nothing) => {
-                    // A part of a frame is a sign of life, too.
-                    if tcp.has_begun() {
+                    // A part of a frame is a sign of life, too, but not for ever.
+                    if !tcp.is_late(now, self.core.frame_limit()) && tcp.has_begun() {
                         self.core.on_heard(now);
                     }
                     return Ok(Some(Reading::Done));

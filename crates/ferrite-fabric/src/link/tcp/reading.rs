@@ -2,6 +2,7 @@
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
@@ -46,7 +47,7 @@ impl TcpPath {
                 return Ok(None);
             };
             self.stash.clear();
-            self.body = Some((tcp_frame, buf, 0));
+            self.begin_body(tcp_frame, buf);
         }
         if self.body.is_none() {
             if self.head_len > 0 || !self.stash.is_empty() {
@@ -80,7 +81,7 @@ impl TcpPath {
                 return Ok(Some((got, Some(tcp_frame.imm))));
             }
             buf.set_len(len - got);
-            self.body = Some((tcp_frame, buf, 0));
+            self.begin_body(tcp_frame, buf);
             return Ok(Some((got, None)));
         }
         let Some((tcp_frame, mut buf, filled)) = self.body.take_if(|(tcp_frame, buf, filled)| {
@@ -230,7 +231,7 @@ impl TcpPath {
                 Ok(Some(buf)) => {
                     self.head_len = 0;
                     self.large = buf.len() >= LARGE;
-                    self.body = Some((tcp_frame, buf, 0));
+                    self.begin_body(tcp_frame, buf);
                 }
             }
         }
@@ -258,6 +259,17 @@ impl TcpPath {
             _ => {}
         }
         take(pool, tcp_frame.len as usize, self.account.as_ref()).map(Some)
+    }
+
+    fn begin_body(&mut self, tcp_frame: TcpFrame, buf: BufMut) {
+        (self.body, self.begun) = (Some((tcp_frame, buf, 0)), None);
+    }
+
+    /// Returns whether a payload that has begun should have arrived: the rest of it is no sign of
+    /// life. Otherwise a peer that sends a byte now and then would never be given up.
+    pub(in crate::link) fn is_late(&mut self, now: Instant, limit: Duration) -> bool {
+        self.body.is_some()
+            && now.saturating_duration_since(*self.begun.get_or_insert(now)) >= limit
     }
 
     /// Returns whether a part of a payload was read.

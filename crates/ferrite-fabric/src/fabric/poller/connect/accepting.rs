@@ -10,8 +10,9 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, sockopt};
 use rustls::ServerConfig;
 
-use super::admission::{Admission, Limits};
+use super::admission::Admission;
 use super::greeting::{Greeting, Side};
+use super::silent_limits;
 use super::socket_calls::{address, open_socket, tcp_error};
 use super::sockets::{SOCKETS_PER_PASS, Use};
 use crate::descriptors;
@@ -25,9 +26,6 @@ use crate::log_limit::LogLimit;
 use crate::source::{Source, UNKNOWN_PEER};
 use crate::wake::wait_set::Ready;
 
-/// Number of silent connections that are allowed for each possible handshake. A connection that has
-/// sent nothing is cheap.
-const SILENT_PER_HANDSHAKE: usize = 16;
 /// The delay after which a listener that ran out of descriptors or memory tries again. Nothing
 /// reports when they become available again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
@@ -73,7 +71,9 @@ impl Poller {
         };
         let (listener, tls) = (listener.clone(), tls.clone());
         let (mut taken, mut count) = (Vec::new(), 0);
-        while count < SOCKETS_PER_PASS {
+        // The connections of this pass must not displace each other before they are looked at.
+        let most = silent_limits(shared).all.min(SOCKETS_PER_PASS);
+        while count < most {
             match rustix::net::acceptfrom_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
             {
                 Ok((socket, peer)) => {
@@ -98,9 +98,6 @@ impl Poller {
                 }
             }
         }
-        if count == SOCKETS_PER_PASS {
-            self.sockets.on_ready(id); // there may be more
-        }
         for (socket, peer) in taken {
             self.start_greeting(
                 shared,
@@ -109,6 +106,9 @@ impl Poller {
                 &listener,
                 tls.clone(),
             );
+        }
+        if count == most {
+            self.sockets.on_ready(id); // there may be more, after those of this pass
         }
     }
 
@@ -145,9 +145,8 @@ impl Poller {
             since: Instant::now(),
             refusing: false,
         };
-        let all = shared.config.max_half_open.saturating_mul(SILENT_PER_HANDSHAKE);
-        let limits = Limits { all, each: all.div_ceil(2), grace: Duration::ZERO };
-        let admission = self.sockets.silent.admit(Source::of(peer), self.now, limits);
+        let admission =
+            self.sockets.silent.admit(Source::of(peer), self.now, silent_limits(shared));
         if let Admission::Displaces(oldest) = admission {
             self.displace(shared, oldest);
         }

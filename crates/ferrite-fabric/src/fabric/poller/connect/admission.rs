@@ -28,6 +28,14 @@ pub(crate) struct Limits {
     pub(crate) grace: Duration,
 }
 
+impl Limits {
+    /// Returns the limits for at most this many connections, but at least one.
+    pub(crate) fn at_most(self, connections: usize) -> Self {
+        let all = self.all.min(connections).max(1);
+        Self { all, each: self.each.min(all.div_ceil(2)), ..self }
+    }
+}
+
 /// Whether a connection is admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Admission<K> {

@@ -18,7 +18,7 @@ use super::admission::{Admission, Limits};
 use super::dialing::Purpose;
 use super::migration::LostLink;
 use super::socket_calls::tcp_error;
-use super::{handshake_limits, refusing, tls_failure};
+use super::{refusing, tcp_handshake_limits, tls_failure};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::listener::{ForeignTcpPeer, LinkRequest, ListenerShared};
@@ -87,7 +87,7 @@ impl Poller {
                     // A correct peer sends its whole hello at once. So connections that have sent
                     // only a part of a hello have no grace period, and this connection may displace
                     // them.
-                    let limits = Limits { grace: Duration::ZERO, ..handshake_limits(shared) };
+                    let limits = Limits { grace: Duration::ZERO, ..tcp_handshake_limits(shared) };
                     self.enter_half_open(shared, id, peer, limits);
                 }
             }
@@ -131,7 +131,7 @@ impl Poller {
         let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
         match rustix::net::recv(greeting.socket.as_fd(), &mut [0; 1], flags) {
             Err(Errno::AGAIN | Errno::INTR) => false,
-            _ => self.enter_half_open(shared, id, peer, handshake_limits(shared)),
+            _ => self.enter_half_open(shared, id, peer, tcp_handshake_limits(shared)),
         }
     }
 
