@@ -127,10 +127,12 @@ impl LinkState {
                 self.core.on_read_through(imm)?;
             }
         }
-        let (now, limit) = (Instant::now(), self.core.frame_limit());
-        let is_late = self.tcp.as_mut().is_some_and(|tcp| tcp.is_late(now, limit));
-        if is_whole || any && !is_late {
-            self.core.on_heard(now);
+        if any {
+            let (now, limit) = (Instant::now(), self.core.frame_limit());
+            let is_late = self.tcp.as_mut().is_some_and(|tcp| tcp.is_late(now, limit));
+            if is_whole || !is_late {
+                self.core.on_heard(now);
+            }
         }
         Ok(any)
     }
