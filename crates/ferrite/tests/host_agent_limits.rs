@@ -16,6 +16,7 @@ use std::process::Command;
 
 use agent::harness::{EngineProgram, Group, NETWORK_ADMIN, strings};
 use agent::wire;
+use ferrite_session::agent::{DELIVERY_MARK, MARK_BITS};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::process::as_nobody;
 use ferrite_testkit::{TIMEOUT, TempDir, until};
@@ -133,13 +134,16 @@ fn firewall_may_admit_only_ports_of_the_settings() {
     let Some(hosts) = Hosts::start_or_skip(1) else { return };
     let group = Group::start_transparent(hosts, 1, NETWORK);
     // Nothing listens at the ports, so the checks are refused.
-    let rules = "add table ip fw; add counter ip fw refusals; \
-                 add chain ip fw in { type filter hook input priority 0; policy drop; }; \
-                 add rule ip fw in meta mark 0xfe1 tcp flags & rst == rst counter name refusals; \
-                 add rule ip fw in ct state established,related accept; \
-                 add rule ip fw in iif lo ip daddr 127.0.0.0/8 accept; \
-                 add rule ip fw in tcp dport { 7002, 7470 } accept";
-    wire::nft(&group.hosts, 1, rules);
+    let marked = format!("meta mark and {MARK_BITS} == {DELIVERY_MARK}");
+    let rules = format!(
+        "add table ip fw; add counter ip fw refusals; \
+         add chain ip fw in {{ type filter hook input priority 0; policy drop; }}; \
+         add rule ip fw in {marked} tcp flags & rst == rst counter name refusals; \
+         add rule ip fw in ct state established,related accept; \
+         add rule ip fw in iif lo ip daddr 127.0.0.0/8 accept; \
+         add rule ip fw in tcp dport {{ 7002, 7470 }} accept"
+    );
+    wire::nft(&group.hosts, 1, &rules);
     let refusals = || {
         let text = wire::nft(&group.hosts, 1, "list counter ip fw refusals");
         let mut words = text.split_whitespace().skip_while(|word| *word != "packets");
@@ -184,8 +188,9 @@ fn checks_go_on_while_the_address_of_a_peer_is_on_this_host() {
     let Some(hosts) = Hosts::start_or_skip(1) else { return };
     let group = Group::start_transparent(hosts, 1, NETWORK);
     ip(&group.hosts, 1, &["addr", "add", "10.77.0.2/32", "dev", "lo"]);
-    ip(&group.hosts, 1, &["rule", "del", "fwmark", "0xfe1"]);
-    until(TIMEOUT, "the routing rule", || ip(&group.hosts, 1, &["rule"]).contains("fwmark 0xfe1"));
+    let mark = format!("{DELIVERY_MARK:#x}/{MARK_BITS:#x}");
+    ip(&group.hosts, 1, &["rule", "del", "fwmark", &mark]);
+    until(TIMEOUT, "the routing rule", || ip(&group.hosts, 1, &["rule"]).contains(&mark));
 }
 
 /// An address in the list of peers moves between hosts while the agent runs.
