@@ -17,6 +17,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-verbs", &[]),
     ("ferrite-proto", &[]),
     ("ferrite-config", &[]),
+    ("ferrite-blob", &[]),
     ("ferrite-fabric", &["ferrite-verbs"]),
     (TESTKIT, &["ferrite-verbs", "ferrite-proto", "ferrite-fabric"]),
     ("ferrite-session", &["ferrite-fabric", "ferrite-proto", "ferrite-config"]),
