@@ -67,13 +67,19 @@ pub fn chunk_checksum(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes)
 }
 
-/// The limits of a store.
-#[derive(Debug, Clone, Default)]
+/// The limits of a store. Above a limit, the store evicts, down to three quarters of it.
+#[derive(Debug, Clone)]
 pub struct Options {
-    /// The size above which the store evicts, down to three quarters of it. Without a size, only
-    /// the size of the disk counts: the store always evicts if more than 80 % of the disk are used,
-    /// down to 60 %.
+    /// The size of the store, if it has a limit (default: none).
     pub max_bytes: Option<u64>,
+    /// How much of the disk may be used, by anybody, in percent (default: 80).
+    pub max_disk_percent: u8,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { max_bytes: None, max_disk_percent: 80 }
+    }
 }
 
 /// A directory of blobs, which this process alone uses. Clones share it.

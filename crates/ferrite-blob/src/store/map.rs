@@ -217,6 +217,7 @@ mod tests {
             assert!(shape.bit_at(shape.chunks() - 1) < shape.sum_at(0));
             assert_eq!(shape.map_bytes(), shape.sum_at(0) + 4 * chunks);
             assert_eq!(shape.sum_at(0) % 4, 0);
+            assert!(shape.bit_at(0) >= 4096, "in the page of the header");
         }
     }
 

@@ -46,8 +46,11 @@ impl RealDisk {
         let lock = open_file(&root, LOCK, Access::Write)
             .or_else(|error| match error.kind() {
                 // Another process may create it at the same time.
-                io::ErrorKind::NotFound => open_file(&root, LOCK, Access::Create)
-                    .or_else(|_| open_file(&root, LOCK, Access::Write)),
+                io::ErrorKind::NotFound => {
+                    check_new(&root)?;
+                    open_file(&root, LOCK, Access::Create)
+                        .or_else(|_| open_file(&root, LOCK, Access::Write))
+                }
                 _ => Err(error),
             })
             .map_err(|error| Error::io(cannot("lock"), error))?;
@@ -181,6 +184,21 @@ fn check_folder(folder: &OwnedFd) -> io::Result<()> {
     }
     if stat.st_mode & 0o022 != 0 {
         return Err(denied("others may write to the directory; run chmod go-w on it"));
+    }
+    Ok(())
+}
+
+/// Refuses a directory without a lock if something else is in it, so that a wrong path changes
+/// nothing. Recovery checks the rest.
+fn check_new(folder: &OwnedFd) -> io::Result<()> {
+    for entry in Dir::read_from(folder)? {
+        let entry = entry?;
+        if !matches!(entry.file_name().to_bytes(), b"." | b".." | b"lost+found" | b"VERSION") {
+            let name = entry.file_name().to_string_lossy();
+            return Err(denied(&format!(
+                "it is no store and has a file {name:?}; choose an empty directory"
+            )));
+        }
     }
     Ok(())
 }

@@ -128,7 +128,7 @@ impl Shared {
     fn limits(&self) -> Result<Limits, Error> {
         let cannot = |error| Error::io("cannot read the size of the file system", error);
         let space = self.disk.space().map_err(cannot)?;
-        Ok(Limits::new(self.options.max_bytes, space))
+        Ok(Limits::new(&self.options, space))
     }
 }
 
@@ -143,16 +143,16 @@ struct Limits {
 }
 
 impl Limits {
-    fn new(max_bytes: Option<u64>, space: Space) -> Self {
-        let tenth = space.total / 10;
-        let store_high = max_bytes.unwrap_or(u64::MAX);
+    fn new(options: &Options, space: Space) -> Self {
+        let three_quarters = |bytes: u64| bytes / 4 * 3;
+        let store_high = options.max_bytes.unwrap_or(u64::MAX);
+        let disk_high = space.total / 100 * u64::from(options.max_disk_percent.min(100));
         Self {
             store_high,
-            // The same ratio as 60 % and 80 % of the disk.
-            store_low: store_high / 4 * 3,
+            store_low: three_quarters(store_high),
             disk_used: space.total.saturating_sub(space.available),
-            disk_high: tenth * 8,
-            disk_low: tenth * 6,
+            disk_high,
+            disk_low: three_quarters(disk_high),
         }
     }
 }
@@ -163,14 +163,16 @@ mod tests {
 
     #[test]
     fn evicts_from_80_to_60_percent_of_the_disk() {
-        let limits = Limits::new(None, Space { total: 1000, available: 300 });
+        let limits = Limits::new(&Options::default(), Space { total: 1000, available: 300 });
         assert_eq!((limits.disk_used, limits.disk_high, limits.disk_low), (700, 800, 600));
         assert_eq!(limits.store_high, u64::MAX);
     }
 
     #[test]
     fn evicts_from_max_bytes_to_three_quarters() {
-        let limits = Limits::new(Some(400), Space { total: 1000, available: 300 });
+        let options = Options { max_bytes: Some(400), max_disk_percent: 50 };
+        let limits = Limits::new(&options, Space { total: 1000, available: 300 });
         assert_eq!((limits.store_high, limits.store_low), (400, 300));
+        assert_eq!((limits.disk_used, limits.disk_high, limits.disk_low), (700, 500, 375));
     }
 }

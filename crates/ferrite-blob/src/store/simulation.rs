@@ -119,10 +119,14 @@ impl SimulatedDisk {
 
     /// Changes a byte of a file behind the store's back.
     pub(super) fn damage(&self, folder: Folder, name: &str, at: usize) {
+        self.edit(folder, name, |bytes| bytes[at] ^= 1);
+    }
+
+    /// Changes a file behind the store's back.
+    pub(super) fn edit(&self, folder: Folder, name: &str, edit: impl FnOnce(&mut Vec<u8>)) {
         let mut state = self.lock();
         let file = state.names[&(folder, name.to_owned())];
-        state.files[file].now.bytes[at] ^= 1;
-        state.files[file].durable = state.files[file].now.clone();
+        state.files[file].edit(edit);
     }
 
     /// Returns the disk after a crash of the host.

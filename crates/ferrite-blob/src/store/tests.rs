@@ -29,7 +29,8 @@ fn open(disk: &SimulatedDisk) -> Store {
 }
 
 fn open_with(disk: &SimulatedDisk, max_bytes: Option<u64>) -> Result<Store, Error> {
-    Store::open_on(Box::new(disk.clone()), Options { max_bytes }, CHUNK_BYTES)
+    let options = Options { max_bytes, ..Options::default() };
+    Store::open_on(Box::new(disk.clone()), options, CHUNK_BYTES)
 }
 
 fn begin(store: &Store, bytes: &[u8]) -> Box<Partial> {
@@ -212,6 +213,47 @@ fn a_download_with_a_damaged_header_begins_again() {
         put(&begin(&store, &bytes), 0, &bytes).expect("a chunk");
         disk.damage(Folder::Partials(Algorithm::Sha256), &map_name(&digest_of(&bytes)), at);
         assert_eq!(begin(&store, &bytes).present(), 0);
+    }
+}
+
+#[test]
+fn files_with_arbitrary_bytes_cost_no_more_than_their_chunks() {
+    let folder = Folder::Partials(Algorithm::Sha256);
+    for seed in 0..500 {
+        let random = &mut Random::new(seed);
+        let disk = SimulatedDisk::new();
+        let size = 1 + random.index(300);
+        let all = random.bytes(size);
+        let partial = begin(&open(&disk), &all);
+        for chunk in 0..partial.chunks() / 2 {
+            put(&partial, chunk, &all).expect("a chunk");
+        }
+        drop(partial);
+        let name = [data_name, map_name][random.index(2)](&digest_of(&all));
+        disk.edit(folder, &name, |bytes| {
+            let at = random.index(bytes.len() + 1);
+            match random.below(3) {
+                0 => bytes.truncate(at),
+                1 => bytes.extend(random.bytes(at)),
+                // Most of the map is unused, so this aims at its end.
+                _ => bytes
+                    .iter_mut()
+                    .rev()
+                    .take(at % 60)
+                    .for_each(|byte| *byte = random.below(256) as u8),
+            }
+        });
+        let store = open(&disk);
+        let partial = begin(&store, &all);
+        for chunk in (0..partial.chunks()).filter(|chunk| partial.checksum(*chunk).is_some()) {
+            let mut bytes = vec![0; partial.chunk_len(chunk)];
+            partial.read(chunk, &mut bytes).expect("a chunk");
+            assert!(all[chunk as usize * 32..].starts_with(&bytes), "seed {seed}");
+        }
+        while let Some(chunk) = partial.next_missing(0) {
+            put(&partial, chunk, &all).expect("a chunk");
+        }
+        partial.commit().expect("a blob");
     }
 }
 

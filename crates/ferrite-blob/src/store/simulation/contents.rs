@@ -59,6 +59,12 @@ impl Inode {
         self.pending.push(change);
     }
 
+    /// Changes both what programs see and what is durable.
+    pub(super) fn edit(&mut self, edit: impl FnOnce(&mut Vec<u8>)) {
+        edit(&mut self.now.bytes);
+        self.durable = self.now.clone();
+    }
+
     /// Makes all changes durable.
     pub(super) fn sync(&mut self) {
         for change in std::mem::take(&mut self.pending) {
