@@ -80,13 +80,29 @@ impl Truth {
     }
 }
 
-fn open(disk: &SimulatedDisk) -> Result<Store, crate::Error> {
-    Store::open_on(Box::new(disk.clone()), Options::default(), CHUNK_BYTES)
+fn open(disk: &SimulatedDisk, max_bytes: Option<u64>) -> Result<Store, crate::Error> {
+    let options = Options { max_bytes, ..Options::default() };
+    Store::open_on(Box::new(disk.clone()), options, CHUNK_BYTES)
 }
 
-/// Runs a workload, and records what the store promises. Errors of the disk do not end it.
+/// Runs a workload, and records what the store promises. Errors of the disk do not end it. A store
+/// that evicts promises only to keep what is pinned.
 fn run(disk: &SimulatedDisk, truths: &mut [Truth], random: &mut Random) {
-    let Ok(store) = open(disk) else { return };
+    let max_bytes = if random.below(4) == 0 { Some(200) } else { None };
+    run_steps(disk, truths, max_bytes, random);
+    for truth in truths.iter_mut().filter(|truth| max_bytes.is_some() && !truth.is_pinned) {
+        truth.synced.clear();
+        truth.is_committed = false;
+    }
+}
+
+fn run_steps(
+    disk: &SimulatedDisk,
+    truths: &mut [Truth],
+    max_bytes: Option<u64>,
+    random: &mut Random,
+) {
+    let Ok(store) = open(disk, max_bytes) else { return };
     let mut partials: Vec<Option<Box<Partial>>> = truths.iter().map(|_| None).collect();
     for _ in 0..10 + random.below(24) {
         let at = random.index(truths.len());
@@ -99,7 +115,14 @@ fn run(disk: &SimulatedDisk, truths: &mut [Truth], random: &mut Random) {
             match store.begin(truth.digest, truth.size() + u64::from(lie)) {
                 // The next step begins it with the right size.
                 Ok(Start::Partial(_)) if lie => {}
-                Ok(Start::Partial(partial)) => partials[at] = Some(partial),
+                Ok(Start::Partial(partial)) => {
+                    if max_bytes.is_some() && !truth.is_pinned {
+                        // It may have been evicted.
+                        truth.is_committed = false;
+                        truth.synced.retain(|chunk| partial.checksum(*chunk).is_some());
+                    }
+                    partials[at] = Some(partial);
+                }
                 _ => {}
             }
             continue;
@@ -152,7 +175,7 @@ fn run(disk: &SimulatedDisk, truths: &mut [Truth], random: &mut Random) {
 
 /// Checks the promises, and completes all downloads.
 fn check(disk: &SimulatedDisk, truths: &mut [Truth]) -> Result<(), String> {
-    let store = open(disk).map_err(|error| format!("cannot open the store: {error}"))?;
+    let store = open(disk, None).map_err(|error| format!("cannot open the store: {error}"))?;
     for truth in &mut *truths {
         let digest = truth.digest;
         if truth.is_pinned && !store.pins().contains(&digest) {
