@@ -142,7 +142,9 @@ fn run_steps(
                     let present = |chunk: &u32| partial.checksum(*chunk).is_some();
                     truth.synced = (0..partial.chunks()).filter(present).collect();
                 }
-                Err(_) => truth.synced.clear(),
+                // The files are removed, unless the host crashed.
+                Err(_) if !disk.has_crashed() => truth.synced.clear(),
+                Err(_) => {}
             },
             4 => drop(partial.hash()),
             5 => partials[at] = None,
@@ -164,7 +166,9 @@ fn run_steps(
                         }
                     }
                     Err(_) => {
-                        truth.synced.clear();
+                        if !disk.has_crashed() {
+                            truth.synced.clear();
+                        }
                         partials[at] = None;
                     }
                 },

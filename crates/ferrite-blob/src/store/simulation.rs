@@ -111,6 +111,10 @@ impl SimulatedDisk {
         self.lock().names.keys().map(path).collect()
     }
 
+    pub(super) fn has_crashed(&self) -> bool {
+        self.lock().crashed
+    }
+
     /// Returns whether a crash may have turned a sector into garbage. Then the disk may also have
     /// lost bytes that were synced, if they shared the sector with a later write.
     pub(super) fn has_garbage(&self) -> bool {
