@@ -224,25 +224,30 @@ impl Partial {
     /// chunk. [`ErrorKind::Damaged`] if the bytes do not have the checksum; the chunk is missing
     /// then.
     pub fn read(&self, chunk: u32, buffer: &mut [u8]) -> Result<(), Error> {
-        let Some(sum) = self.checksum(chunk) else {
-            return Err(Error::misuse(format!("chunk {chunk} of {} is missing", self.digest)));
-        };
         if buffer.len() != self.shape.chunk_len(chunk) {
             let what = format!("chunk {chunk} has {} bytes", self.shape.chunk_len(chunk));
             return Err(Error::misuse(what));
         }
         let cannot = |error| Error::io(format!("cannot read {}", self.digest), error);
-        self.data.read_at(buffer, self.shape.offset(chunk)).map_err(cannot)?;
-        if crc32c::crc32c(buffer) == sum {
-            return Ok(());
+        loop {
+            let Some(sum) = self.checksum(chunk) else {
+                return Err(Error::misuse(format!("chunk {chunk} of {} is missing", self.digest)));
+            };
+            self.data.read_at(buffer, self.shape.offset(chunk)).map_err(cannot)?;
+            if crc32c::crc32c(buffer) == sum {
+                return Ok(());
+            }
+            let mut chunks = self.lock();
+            // Otherwise, another thread has replaced the chunk meanwhile.
+            if chunks.map.sum(chunk) == Some(sum) {
+                if chunks.state != State::Ended {
+                    self.forget(&mut chunks, chunk)?;
+                }
+                return Err(
+                    self.damaged(&format!("the disk returned wrong bytes of chunk {chunk}"))
+                );
+            }
         }
-        let mut chunks = self.lock();
-        // Another thread may have replaced the chunk meanwhile.
-        if chunks.map.sum(chunk) == Some(sum) && chunks.state != State::Ended {
-            self.forget(&mut chunks, chunk)?;
-        }
-        let what = format!("the disk returned wrong bytes for chunk {chunk} of {}", self.digest);
-        Err(Error::new(ErrorKind::Damaged, what))
     }
 
     /// Makes all chunks that are present durable.
@@ -294,7 +299,7 @@ impl Partial {
     /// - [`ErrorKind::Mismatch`] if the digest is wrong: clear chunks and fetch them again, or
     ///   [`Partial::reject`].
     /// - [`ErrorKind::Damaged`] as in [`Partial::read`].
-    /// - Errors of the disk. If a sync fails, the download and its files are gone.
+    /// - Errors of the disk. If the sync of the data fails, the download and its files are gone.
     pub fn commit(&self) -> Result<Blob, Error> {
         let mut prefix = self.prefix.lock().unwrap_or_else(PoisonError::into_inner);
         {
@@ -359,6 +364,10 @@ impl Partial {
         }
     }
 
+    fn damaged(&self, what: &str) -> Error {
+        Error::new(ErrorKind::Damaged, format!("{}: {what}", self.digest))
+    }
+
     fn reserve(&self, bytes: u64) -> Result<(), Error> {
         let mut index = self.shared.index();
         self.shared.make_room(&mut index, bytes)?;
@@ -404,7 +413,11 @@ impl Partial {
             buffer.resize(self.shape.chunk_len(prefix.next), 0);
             let read = self.read(prefix.next, &mut buffer);
             prefix.buffer = buffer;
-            read?;
+            match read {
+                // Another thread has cleared it meanwhile.
+                Err(error) if error.kind() == ErrorKind::Misuse => return Ok(()),
+                read => read?,
+            }
             prefix.hasher.update(&prefix.buffer);
             prefix.next += 1;
         }
@@ -412,8 +425,11 @@ impl Partial {
 
     fn check_digest(&self, prefix: &mut Prefix) -> Result<(), Error> {
         self.advance(prefix)?;
+        if prefix.next != self.shape.chunks() {
+            return Err(self.damaged("a chunk was lost during the commit"));
+        }
         let actual = prefix.hasher.clone().finish();
-        if prefix.next == self.shape.chunks() && actual == self.digest {
+        if actual == self.digest {
             return Ok(());
         }
         let what = format!("the bytes of {} have the digest {actual}", self.digest);
@@ -430,8 +446,7 @@ impl Partial {
             // A sync or a read of another thread may have failed meanwhile.
             let chunks = self.lock();
             if chunks.state != State::Committing || chunks.map.present() != self.shape.chunks() {
-                let what = format!("{} was damaged during its commit", self.digest);
-                return Err(Error::new(ErrorKind::Damaged, what));
+                return Err(self.damaged("a chunk was lost during the commit"));
             }
         }
         self.data.seal().map_err(cannot)?;
@@ -447,7 +462,8 @@ impl Partial {
             index.add_blob(self.digest, self.shape.size())
         };
         self.lock().state = State::Ended;
-        // Before the map is removed: if a crash undoes the rename, the download can be resumed.
+        // Before the map is removed: if a crash undoes the rename, the download can be resumed. If
+        // this fails, the blob is right and stays, but a crash may undo it.
         self.shared.disk.sync_folder(blobs).map_err(cannot)?;
         // A map that is left does no harm, and the next start removes it.
         let _ = self.shared.discard(partials, &map_name(&self.digest));
