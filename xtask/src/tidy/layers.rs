@@ -1,6 +1,6 @@
 //! Checks which crate of the workspace may depend on which. A layer imports only layers below it.
 //! The programs, the module and the Python package never import each other. ferrite-verbs,
-//! ferrite-proto and ferrite-config import no workspace crate.
+//! ferrite-proto, ferrite-config and ferrite-blob import no workspace crate.
 
 use std::collections::BTreeSet;
 
@@ -17,6 +17,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-verbs", &[]),
     ("ferrite-proto", &[]),
     ("ferrite-config", &[]),
+    ("ferrite-blob", &[]),
     ("ferrite-fabric", &["ferrite-verbs"]),
     (TESTKIT, &["ferrite-verbs", "ferrite-proto", "ferrite-fabric"]),
     ("ferrite-session", &["ferrite-fabric", "ferrite-proto", "ferrite-config"]),
